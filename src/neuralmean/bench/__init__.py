@@ -1,0 +1,1 @@
+"""The paper as a program: data, models, protocols, baselines, experiments."""

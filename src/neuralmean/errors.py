@@ -1,0 +1,66 @@
+"""Every error and warning that neuralmean raises on purpose.
+
+    NeuralMeanError
+    ├── InputError (ValueError)                 an argument or an input that cannot be used
+    │   └── ModelInputError (RuntimeError)      the model itself could not run on the input
+    ├── LayerNotFoundError (LookupError)        a layer name that the model does not have
+    ├── LayerNotFiredError (RuntimeError)       a watched layer that took no part in the forward pass
+    ├── NotFittedError (RuntimeError)           something was asked for that `fit` or `calibrate` makes
+    ├── CalibrationError (ValueError)           too few examples for the false-alarm rate asked for
+    ├── ModelMismatchError (ValueError)         another model, or other weights, than at `fit`
+    ├── ArtefactError (ValueError)              a saved file that cannot be read or written
+    └── MissingExtraError (ImportError)         an optional package that is not installed
+
+    NeuralMeanWarning (UserWarning)
+    └── CalibrationWarning                      what a threshold is worth, when that is less than it seems
+
+Messages are one sentence on what was expected and what came, and one on what to do.
+"""
+
+
+class NeuralMeanError(Exception):
+    """Base of every error of this library."""
+
+
+class InputError(NeuralMeanError, ValueError):
+    """An argument or an input that cannot be used."""
+
+
+class ModelInputError(InputError, RuntimeError):
+    """The model could not run on the input."""
+
+
+class LayerNotFoundError(NeuralMeanError, LookupError):
+    """A layer name that the model does not have."""
+
+
+class LayerNotFiredError(NeuralMeanError, RuntimeError):
+    """A watched layer that took no part in the forward pass."""
+
+
+class NotFittedError(NeuralMeanError, RuntimeError):
+    """Something was asked for that `fit` or `calibrate` makes."""
+
+
+class CalibrationError(NeuralMeanError, ValueError):
+    """Too few examples for the false-alarm rate asked for."""
+
+
+class ModelMismatchError(NeuralMeanError, ValueError):
+    """The model is not the one that the detector was fitted on."""
+
+
+class ArtefactError(NeuralMeanError, ValueError):
+    """A saved file that cannot be read or written."""
+
+
+class MissingExtraError(NeuralMeanError, ImportError):
+    """An optional package that is not installed."""
+
+
+class NeuralMeanWarning(UserWarning):
+    """Base of every warning of this library."""
+
+
+class CalibrationWarning(NeuralMeanWarning):
+    """A threshold is worth less than it seems."""

@@ -1,0 +1,1 @@
+"""Scorers: from discrepancy vectors to one number per input."""

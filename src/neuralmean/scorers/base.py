@@ -1,0 +1,121 @@
+"""What a scorer is: it turns (N, D) discrepancy vectors into (N,) scores, higher = more OOD.
+
+A scorer sees tensors, never a model. `needs` says which parts of the forward pass it wants besides the vector; a
+scorer that needs only the vector is called with tensors, any other with `Observation`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from neuralmean.errors import InputError, NotFittedError
+
+JSON = str | int | float | bool | None | list[Any] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one forward pass showed of N inputs: the discrepancy vector and what a scorer may also need."""
+
+    vector: Tensor  # (N, D)
+    output: Tensor | None = None  # (N, K) the model's logits
+    feature: Tensor | None = None  # (N, F) the input of the model's last linear layer
+
+    def __len__(self) -> int:
+        return len(self.vector)
+
+    def __getitem__(self, rows: Tensor | slice) -> Observation:
+        """Return the observation of some of the rows."""
+        return Observation(*(None if part is None else part[rows] for part in self.parts()))  # type: ignore[arg-type]
+
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Vector, output and feature, in this order."""
+        return self.vector, self.output, self.feature
+
+    @classmethod
+    def cat(cls, observations: list[Observation]) -> Observation:
+        """Stack observations of several batches, in order."""
+        columns = zip(*(observation.parts() for observation in observations), strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """The least that a scorer of one's own must have."""
+
+    def fit(self, inliers: Any, outliers: Any) -> Any:  # noqa: ANN401
+        """Learn from in-distribution rows and, where there are any, out-of-distribution rows."""
+
+    def score(self, vectors: Any) -> Tensor:  # noqa: ANN401
+        """Score each row, shape (N,); higher = more OOD."""
+
+
+class VectorScorer:
+    """Base of the scorers that come with the library and look at the discrepancy vector alone.
+
+    A subclass sets `name`, stores its keyword-only arguments under their own names and lists them in `options`, keeps
+    what it learns in tensors whose names end in `_` and lists them in `learnt`, and implements `fit`, `score` and, where
+    a score is a sum over channels, `contributions`.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()  # of "output" and "feature"
+    uses_outliers: ClassVar[bool] = False  # whether `fit` needs out-of-distribution rows
+    options: ClassVar[tuple[str, ...]] = ()
+    learnt: ClassVar[tuple[str, ...]] = ()
+
+    def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
+        """Learn from in-distribution rows (N, D) and, where used, out-of-distribution rows (M, D)."""
+        raise NotImplementedError
+
+    def score(self, vectors: Tensor) -> Tensor:
+        """Score each row of (N, D), shape (N,); higher = more OOD."""
+        raise NotImplementedError
+
+    def contributions(self, vectors: Tensor) -> Tensor | None:
+        """Share of each channel in the score, shape (N, D), rows adding up to the score; None where there is no such sum."""
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learnt, by name: what a saved file holds."""
+        self.check_fitted()
+        return {name: getattr(self, name) for name in self.learnt}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Take over what another scorer of the same kind has learnt."""
+        missing = sorted(set(self.learnt) - set(state))
+        if missing:
+            raise InputError(f"Expected the state of a {self.name!r} scorer to hold {missing}, but got {sorted(state)}.")
+        for name in self.learnt:
+            setattr(self, name, state[name])
+        return self
+
+    def get_options(self) -> dict[str, JSON]:
+        """Return the constructor's arguments, as JSON values."""
+        return {name: getattr(self, name) for name in self.options}
+
+    def check_fitted(self) -> None:
+        """Raise unless `fit` was called."""
+        if any(not hasattr(self, name) for name in self.learnt):
+            raise NotFittedError(f"The {self.name!r} scorer is not fitted yet. Call `fit` before `score`.")
+
+
+def check_two_classes(inliers: Tensor, outliers: Tensor | None, scorer: str) -> Tensor:
+    """Return `outliers`, or raise unless there are rows of both kinds with the same columns."""
+    if outliers is None or len(outliers) == 0 or len(inliers) == 0:
+        got = f"{len(inliers)} in-distribution and {0 if outliers is None else len(outliers)} OOD rows"
+        raise InputError(
+            f"Expected examples of both kinds to fit the {scorer!r} scorer, but got {got}. "
+            "Pass `ood_data`, or use a scorer that needs none."
+        )
+    if inliers.shape[1] != outliers.shape[1]:
+        raise InputError(
+            f"Expected in-distribution and OOD rows with the same columns, but got {inliers.shape[1]} and {outliers.shape[1]}."
+        )
+    return outliers
