@@ -1,0 +1,151 @@
+"""Files that are written whole or not at all.
+
+`write_atomically` is the one way in which this library puts a result on disk: whoever looks at the path sees the old
+file or the new one, never a part, also after `kill -9`, a full disk or a power cut. It knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+
+from neuralmean.errors import ArtefactError, InputError
+
+__all__ = ["write_atomically"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@overload
+def write_atomically(path: str | Path, mode: Literal["wb"] = ...) -> AbstractContextManager[BinaryIO]: ...
+@overload
+def write_atomically(path: str | Path, mode: Literal["w"]) -> AbstractContextManager[TextIO]: ...
+def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> AbstractContextManager[Any]:
+    """Open a file for writing that takes its place at `path` only when the block ends without an error.
+
+    The bytes go to a hidden file in the same folder, reach the disk, and then replace `path` in one step. When the
+    block raises, the hidden file is removed and what was at `path` stays as it was. A symbolic link is followed, the
+    permissions of an existing file are kept, and a device or a pipe (`/dev/stdout`) is written to directly.
+
+    Args:
+        path: Where the file will be.
+        mode: `"wb"` for bytes, `"w"` for UTF-8 text, written as it comes (no newline translation: what `csv` wants).
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with write_atomically(folder / "scores.txt", "w") as handle:
+        ...     _ = handle.write("1.5")
+        >>> (folder / "scores.txt").read_text()
+        '1.5'
+    """
+    if mode not in ("wb", "w"):
+        raise InputError(f"Expected `mode` to be 'wb' or 'w', but got {mode!r}.")
+    return _write_atomically(Path(path), mode)
+
+
+@contextmanager
+def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]]:
+    permissions = _existing_mode(path)
+    if permissions is not None and not stat.S_ISREG(permissions):
+        with _open_special(path, mode) as handle:
+            yield handle
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{secrets.token_hex(6)}.nmd-tmp")
+    # Opened by hand and not by `tempfile`: the process's umask then decides who may read the file, as for any other.
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    except OSError as error:
+        raise ArtefactError(_explain(path, error)) from error
+    try:
+        with _open_descriptor(descriptor, mode) as handle:
+            yield handle
+            handle.flush()
+            os.fsync(descriptor)
+        if permissions is not None:
+            with suppress(OSError):
+                temporary.chmod(stat.S_IMODE(permissions))
+        _replace(temporary, target, path)
+    except OSError as error:
+        _remove(temporary)
+        # The block may raise an OSError of its own, about another file; only a full disk is surely ours.
+        if error.errno in _FULL:
+            raise ArtefactError(_explain(path, error)) from error
+        raise
+    except BaseException:
+        _remove(temporary)
+        raise
+    _sync_folder(target.parent)
+
+
+def _open_descriptor(descriptor: int, mode: Literal["wb", "w"]) -> IO[Any]:
+    if mode == "wb":
+        return os.fdopen(descriptor, "wb")
+    return os.fdopen(descriptor, "w", encoding="utf-8", newline="")
+
+
+def _open_special(path: Path, mode: Literal["wb", "w"]) -> IO[Any]:
+    try:
+        return path.open(mode) if mode == "wb" else path.open(mode, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ArtefactError(_explain(path, error)) from error
+
+
+def _existing_mode(path: Path) -> int | None:
+    """File type and permissions of what is at `path` now, None where there is nothing."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ArtefactError(_explain(path, error)) from error
+    if stat.S_ISDIR(mode):
+        raise ArtefactError(f"Expected {str(path)!r} to be a file to write, but it is a folder. Name a file inside it.")
+    return mode
+
+
+def _replace(temporary: Path, target: Path, path: Path) -> None:
+    try:
+        temporary.replace(target)
+    except OSError as error:
+        _remove(temporary)
+        raise ArtefactError(_explain(path, error)) from error
+
+
+def _remove(temporary: Path) -> None:
+    with suppress(OSError):
+        temporary.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the system can (Windows and some network drives cannot)."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _explain(path: Path, error: OSError) -> str:
+    folder = str(path.parent)
+    cures = {
+        errno.ENOENT: f"there is no folder {folder!r}. Create it first.",
+        errno.ENOTDIR: f"{folder!r} is not a folder. Choose another path.",
+        errno.EACCES: f"the folder {folder!r} may not be written to. Choose another path or change its permissions.",
+        errno.EPERM: f"the folder {folder!r} may not be written to. Choose another path or change its permissions.",
+        errno.EROFS: f"the folder {folder!r} is on a read-only disk. Choose another path.",
+        errno.ENAMETOOLONG: "its name is too long. Choose a shorter one.",
+    }
+    if error.errno in _FULL:
+        why = "the disk is full. Free some space or choose another path; what was there before is unchanged."
+    else:
+        why = cures.get(error.errno or 0, f"the system said: {error.strerror or error}.")
+    return f"Expected to write {str(path)!r}, but {why}"

@@ -1,0 +1,243 @@
+"""How long work shows that it is getting on.
+
+`track` wraps any iterable and shows what has gone through: a bar on a terminal, nothing when stderr is not one, so that
+a library call in a script or a service stays silent. A command that wants plain lines instead says so once, with
+`showing("lines")`, and every `track` below it obeys. Nothing here writes to stdout or knows what the items are.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from neuralmean.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["Style", "showing", "track"]
+
+T = TypeVar("T")
+Style = Literal["auto", "bar", "lines", "off"]
+STYLES: tuple[Style, ...] = ("auto", "bar", "lines", "off")
+
+_REFRESH_SECONDS = 0.1
+_active = threading.local()
+
+
+@dataclass(frozen=True)
+class _Setting:
+    style: Style = "auto"
+    every: float = 5.0
+
+
+_DEFAULT = _Setting()
+_setting: ContextVar[_Setting] = ContextVar("neuralmean_progress", default=_DEFAULT)
+
+
+@contextmanager
+def showing(style: Style, *, every: float = 5.0) -> Generator[None]:
+    """Decide how every `track` inside the block shows itself.
+
+    Args:
+        style: `"bar"` a live bar, `"lines"` a plain line now and then, `"off"` nothing, `"auto"` a bar where stderr is
+            a terminal and nothing elsewhere.
+        every: Seconds between two plain lines.
+    """
+    if style not in STYLES:
+        raise InputError(f"Expected `style` to be one of {list(STYLES)}, but got {style!r}.")
+    if not every >= 0:
+        raise InputError(f"Expected `every` to be a number of seconds, 0 or more, but got {every!r}.")
+    token = _setting.set(_Setting(style, every))
+    try:
+        yield
+    finally:
+        _setting.reset(token)
+
+
+def track(
+    iterable: Iterable[T],
+    *,
+    description: str,
+    total: int | None = None,
+    unit: str = "images",
+    size: Callable[[T], int] | None = None,
+    quiet: bool = False,
+) -> Iterator[T]:
+    """Yield every item of `iterable` and show on stderr how many went through, how fast, and how long it will take.
+
+    A `track` inside another one of the same thread is silent: one bar is enough.
+
+    Args:
+        iterable: What to go through; consumed lazily, one item at a time.
+        description: What is being done, a few words.
+        total: How many units there are in all; None takes the length of `iterable` where it has one and `size` is None.
+        unit: What is counted.
+        size: How many units an item stands for, such as `len` for batches; None counts each item as one.
+        quiet: Show nothing at all.
+
+    Example:
+        >>> list(track([1, 2, 3], description="Counting"))
+        [1, 2, 3]
+    """
+    setting = _setting.get()
+    style = setting.style
+    if style == "auto":
+        style = "bar" if _is_terminal() else "off"
+    if quiet or style == "off" or getattr(_active, "flag", False):
+        yield from iterable
+        return
+    if total is None and size is None and isinstance(iterable, Sized):
+        total = len(iterable)
+    display = _display(style, setting.every, description, total, unit)
+    _active.flag = True
+    try:
+        display.start()
+        done, shown = 0, time.monotonic()
+        for item in iterable:
+            yield item
+            done += 1 if size is None else size(item)
+            # A display that is told of every item costs more than a cheap item does.
+            if (now := time.monotonic()) - shown >= _REFRESH_SECONDS:
+                shown = now
+                display.update(done)
+        display.finish(done)
+    finally:
+        _active.flag = False
+        display.stop()
+
+
+class _Display(Protocol):
+    def start(self) -> None: ...
+    def update(self, done: int) -> None: ...
+    def finish(self, done: int) -> None: ...
+    def stop(self) -> None: ...
+
+
+def _display(style: Style, every: float, description: str, total: int | None, unit: str) -> _Display:
+    return _Bar(description, total, unit) if style == "bar" else _Lines(description, total, unit, every)
+
+
+class _Bar:
+    """A live bar on stderr, drawn by rich."""
+
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
+        self._progress = _rich_progress(unit)
+        self._task = self._progress.add_task(description, total=total)
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def update(self, done: int) -> None:
+        self._progress.update(self._task, completed=done)
+
+    def finish(self, done: int) -> None:
+        self._progress.update(self._task, completed=done, total=done)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _Lines:
+    """A plain line on stderr every few seconds and one at the end: what a log file wants."""
+
+    def __init__(self, description: str, total: int | None, unit: str, every: float) -> None:
+        self._description, self._total, self._unit, self._every = description, total, unit, every
+        self._begun = self._last = time.monotonic()
+
+    def start(self) -> None:
+        self._begun = self._last = time.monotonic()
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= self._every:
+            self._last = now
+            self._write(plain_line(self._description, done, self._total, self._unit, now - self._begun))
+
+    def finish(self, done: int) -> None:
+        self._write(plain_line(self._description, done, done, self._unit, time.monotonic() - self._begun))
+
+    def stop(self) -> None:
+        """Nothing stays open."""
+
+    def _write(self, line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def plain_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
+    """One line that says how far the work is.
+
+    Example:
+        >>> plain_line("Scoring", 1500, 6000, "images", 10.0)
+        'Scoring: 1,500 of 6,000 images, 150.0 images/s, 0:30 left'
+        >>> plain_line("Scoring", 6000, 6000, "images", 40.0)
+        'Scoring: 6,000 images in 0:40, 150.0 images/s'
+        >>> plain_line("Scoring", 1500, None, "images", 10.0)
+        'Scoring: 1,500 images, 150.0 images/s'
+    """
+    rate = done / seconds if seconds > 0 else 0.0
+    speed = f", {_rate_text(rate)} {unit}/s" if rate > 0 else ""
+    if total == done:
+        return f"{description}: {done:,} {unit} in {_duration_text(seconds)}{speed}"
+    if total is None:
+        return f"{description}: {done:,} {unit}{speed}"
+    left = f", {_duration_text((total - done) / rate)} left" if rate > 0 and total > done else ""
+    return f"{description}: {done:,} of {total:,} {unit}{speed}{left}"
+
+
+def _rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}" if rate >= 1 else f"{rate:.3f}"
+
+
+def _duration_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _is_terminal() -> bool:
+    # stderr is None under pythonw and in some services.
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _rich_progress(unit: str) -> Progress:
+    """Build a bar with count, rate and time left; rich is slow to import, so only here."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class _Count(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            of = f"/{int(task.total):,}" if task.total is not None else ""
+            return Text(f"{int(task.completed):,}{of} {unit}", style="progress.download")
+
+    class _Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("" if not rate else f"{_rate_text(rate)} {unit}/s", style="progress.data.speed")
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        _Count(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
