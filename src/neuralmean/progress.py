@@ -210,15 +210,8 @@ def _is_terminal() -> bool:
 def _rich_progress(unit: str) -> Progress:
     """Build a bar with count, rate and time left; rich is slow to import, so only here."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.table import Column
     from rich.text import Text
 
     class _Count(ProgressColumn):
@@ -229,15 +222,14 @@ def _rich_progress(unit: str) -> Progress:
     class _Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
             rate = task.finished_speed or task.speed
-            return Text("" if not rate else f"{_rate_text(rate)} {unit}/s", style="progress.data.speed")
+            return Text("" if not rate else f"{_rate_text(rate)}/s", style="progress.data.speed")
 
+    one_line = Column(no_wrap=True)
     columns = (
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=one_line),
         BarColumn(),
-        _Count(),
-        _Rate(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        _Count(table_column=one_line),
+        _Rate(table_column=one_line),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=one_line),
     )
     return Progress(*columns, console=Console(stderr=True))
