@@ -1,0 +1,207 @@
+r"""How well scores tell in-distribution from out-of-distribution: AUROC, AUPR, TNR95, FPR95, detection accuracy.
+
+Everywhere `id_scores` and `ood_scores` are scores of which HIGHER = MORE OOD, and every figure is in percent. The
+positive class is in-distribution, as in the paper and in the ODIN and Mahalanobis papers before it: the true-positive
+rate is the share of ID kept, the true-negative rate the share of OOD rejected. Numpy only; no model, no plot.
+
+All figures come from one thing: how many scores of each kind lie at each distinct value, from the least to the most
+unusual. Scores that tie are therefore never told apart by the order they came in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from neuralmean.errors import InputError
+
+__all__ = ["Interval", "Metrics", "RocCurve", "bootstrap", "evaluate", "roc_curve"]
+
+_KEEP_PERCENT = 95
+FIGURES = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
+
+Counts = NDArray[np.int64]
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Figures of one pair of sets, in percent; ID is the positive class.
+
+    Attributes:
+        auroc: Chance that an OOD example scores above an ID example, ties counting half. 50 is guessing.
+        aupr_id: Average precision with ID as the positive class.
+        aupr_ood: Average precision with OOD as the positive class.
+        tnr95: Share of OOD rejected when at least 95 % of ID is kept. Higher is better.
+        fpr95: Share of OOD that slips through then, 100 - `tnr95`. Lower is better.
+        accuracy: Detection accuracy with equal priors, the best over all thresholds of (TPR + TNR) / 2.
+        n_id: How many ID scores there were.
+        n_ood: How many OOD scores there were.
+    """
+
+    auroc: float
+    aupr_id: float
+    aupr_ood: float
+    tnr95: float
+    fpr95: float
+    accuracy: float
+    n_id: int
+    n_ood: int
+
+    def to_dict(self) -> dict[str, float]:
+        """Return every figure and count by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval in percent."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class RocCurve:
+    """Points of the ROC curve with ID as the positive class, from (0, 0) to (1, 1).
+
+    `id_kept[i]` and `ood_kept[i]` are the shares (0 to 1) of ID and OOD whose score is at most `thresholds[i]`.
+    """
+
+    ood_kept: Scores  # (P,) false-positive rate
+    id_kept: Scores  # (P,) true-positive rate
+    thresholds: Scores  # (P,) the first is -inf: nothing is kept
+
+
+def evaluate(id_scores: ArrayLike, ood_scores: ArrayLike) -> Metrics:
+    r"""Every figure for one pair of sets.
+
+    With a threshold :math:`t`, an example is kept as ID when its score is at most :math:`t`:
+
+    .. math::
+        \mathrm{TPR}(t) = P_{id}(s \le t), \quad \mathrm{TNR}(t) = P_{ood}(s > t)
+
+    TNR95 is :math:`\mathrm{TNR}(t)` at the smallest :math:`t` with :math:`\mathrm{TPR}(t) \ge 0.95`. Detection accuracy
+    is :math:`\max_t \tfrac12 (\mathrm{TPR}(t) + \mathrm{TNR}(t))`, that is :math:`1 - \min_t` of the detection error of
+    ODIN (Liang et al. 2018) and of Lee et al. 2018 with equal priors, whatever the sizes of the two sets. AUPR is the
+    average precision :math:`\sum_k (R_k - R_{k-1}) P_k`, without interpolation between the points.
+
+    Args:
+        id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
+        ood_scores: Scores of out-of-distribution examples, shape (M,).
+
+    Example:
+        >>> evaluate([0.1, 0.2, 0.3, 0.6], [0.5, 0.7, 0.8, 0.9]).auroc
+        93.75
+    """
+    inliers, outliers = _check(id_scores, "id_scores"), _check(ood_scores, "ood_scores")
+    _, id_counts, ood_counts = _count(inliers, outliers)
+    figures = _figures(id_counts, ood_counts)
+    return Metrics(**dict(zip(FIGURES, map(float, figures), strict=True)), n_id=len(inliers), n_ood=len(outliers))
+
+
+def bootstrap(
+    id_scores: ArrayLike,
+    ood_scores: ArrayLike,
+    *,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Interval]:
+    """Percentile bootstrap confidence interval of every figure of `evaluate`, by its name.
+
+    ID and OOD are resampled each for itself, with their sizes kept. The scores are sorted once; a resample is then only
+    a new set of counts.
+
+    Args:
+        id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
+        ood_scores: Scores of out-of-distribution examples, shape (M,).
+        resamples: How many resamples to draw.
+        confidence: Share of the resamples inside the interval.
+        seed: The same seed gives the same intervals.
+    """
+    if resamples < 1:
+        raise InputError(f"Expected `resamples` to be at least 1, but got {resamples!r}.")
+    if not 0.0 < confidence < 1.0:
+        raise InputError(f"Expected `confidence` to be a float in the (0, 1) range, but got {confidence!r}.")
+    values, id_counts, ood_counts = _count(_check(id_scores, "id_scores"), _check(ood_scores, "ood_scores"))
+    generator = np.random.default_rng(seed)
+    id_where, ood_where = (np.repeat(np.arange(len(values)), counts) for counts in (id_counts, ood_counts))
+    drawn = np.empty((resamples, len(FIGURES)))
+    for row in drawn:
+        row[:] = _figures(*(_resample(where, len(values), generator) for where in (id_where, ood_where)))
+    outside = (1.0 - confidence) / 2.0
+    low, high = np.quantile(drawn, [outside, 1.0 - outside], axis=0)
+    return {name: Interval(float(low[i]), float(high[i])) for i, name in enumerate(FIGURES)}
+
+
+def roc_curve(id_scores: ArrayLike, ood_scores: ArrayLike, *, max_points: int | None = None) -> RocCurve:
+    """The ROC curve, one point for each distinct score.
+
+    Args:
+        id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
+        ood_scores: Scores of out-of-distribution examples, shape (M,).
+        max_points: Keep at most this many points, both ends among them, for a plot; None keeps all.
+    """
+    if max_points is not None and max_points < 2:
+        raise InputError(f"Expected `max_points` to be None or at least 2, but got {max_points!r}.")
+    inliers, outliers = _check(id_scores, "id_scores"), _check(ood_scores, "ood_scores")
+    values, id_counts, ood_counts = _count(inliers, outliers)
+    thresholds = np.concatenate([[-np.inf], values])
+    id_kept = np.concatenate([[0], np.cumsum(id_counts)]) / len(inliers)
+    ood_kept = np.concatenate([[0], np.cumsum(ood_counts)]) / len(outliers)
+    if max_points is not None and len(thresholds) > max_points:
+        # Evenly along the curve's length, not along the scores: a steep start keeps its points.
+        along = id_kept + ood_kept
+        places = np.searchsorted(along, np.linspace(0.0, along[-1], max_points), side="left").clip(max=len(along) - 1)
+        keep = np.unique(np.concatenate([[0], places[1:-1], [len(along) - 1]]))
+        thresholds, id_kept, ood_kept = thresholds[keep], id_kept[keep], ood_kept[keep]
+    return RocCurve(ood_kept, id_kept, thresholds)
+
+
+def _count(inliers: Scores, outliers: Scores) -> tuple[Scores, Counts, Counts]:
+    """Distinct scores in rising order, and how many of each kind lie at each."""
+    values, where = np.unique(np.concatenate([inliers, outliers]), return_inverse=True)
+    id_counts = np.bincount(where[: len(inliers)], minlength=len(values))
+    ood_counts = np.bincount(where[len(inliers) :], minlength=len(values))
+    return values, id_counts, ood_counts
+
+
+def _resample(where: NDArray[np.int64], n_values: int, generator: np.random.Generator) -> Counts:
+    return np.bincount(where[generator.integers(len(where), size=len(where))], minlength=n_values)
+
+
+def _figures(id_counts: Counts, ood_counts: Counts) -> tuple[float, float, float, float, float, float]:
+    """The figures in the order of `FIGURES`, from the counts at each distinct score in rising order."""
+    id_below, ood_below = np.cumsum(id_counts), np.cumsum(ood_counts)
+    n_id, n_ood = int(id_below[-1]), int(ood_below[-1])
+    # Twice the number of (ID, OOD) pairs in the right order, ties once: whole numbers until the last division.
+    pairs = int(np.dot(ood_counts, 2 * id_below - id_counts))
+    auroc = 100.0 * pairs / (2 * n_id * n_ood)
+    place = int(np.searchsorted(100 * id_below, _KEEP_PERCENT * n_id, side="left"))
+    tnr95 = 100.0 * (n_ood - int(ood_below[place])) / n_ood
+    # A threshold below every score keeps nothing: (0 + 1) / 2.
+    gap = max(0.0, float(np.max(id_below / n_id - ood_below / n_ood)))
+    aupr_id = _average_precision(id_counts, id_below, id_below + ood_below)
+    ood_above, id_above = np.cumsum(ood_counts[::-1]), np.cumsum(id_counts[::-1])
+    aupr_ood = _average_precision(ood_counts[::-1], ood_above, id_above + ood_above)
+    return auroc, aupr_id, aupr_ood, tnr95, 100.0 - tnr95, 50.0 * (1.0 + gap)
+
+
+def _average_precision(hits: Counts, hits_so_far: Counts, all_so_far: Counts) -> float:
+    # A resample can leave the first values empty: 0 / 0, at recall 0, which counts for nothing.
+    precision = hits_so_far / np.maximum(all_so_far, 1)
+    return float(100.0 * np.dot(hits, precision) / hits_so_far[-1])
+
+
+def _check(scores: ArrayLike, name: str) -> Scores:
+    array = np.asarray(scores, dtype=np.float64)
+    if array.ndim != 1 or len(array) == 0:
+        raise InputError(f"Expected `{name}` to be a row of at least one score, but got shape {array.shape}.")
+    if np.isnan(array).any():
+        raise InputError(
+            f"Expected `{name}` to hold numbers, but got {int(np.isnan(array).sum())} NaN. Check the model's inputs."
+        )
+    return array
