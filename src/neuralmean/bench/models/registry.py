@@ -1,0 +1,85 @@
+"""Which architectures there are, by name, and how each is built. Knows nothing of weights or data."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from neuralmean.bench.models.cifar_resnet import CifarResNet
+from neuralmean.bench.models.convnet4 import ConvNet4
+from neuralmean.bench.models.densenet import DenseNet
+from neuralmean.bench.models.resnet import ResNet, ResNetEncoder
+from neuralmean.bench.models.vgg import VGG19
+from neuralmean.bench.models.vit import VisionTransformer
+from neuralmean.bench.models.wideresnet import WideResNet
+from neuralmean.errors import InputError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one architecture is built, and which linear layer gives its logits."""
+
+    title: str  # as the paper's tables print it
+    head: str | None  # dotted name of the last linear layer; None: features only
+    make: Callable[[int], nn.Module]  # number of classes -> untrained model
+
+
+_REGISTRY: dict[str, Architecture] = {
+    "convnet4": Architecture("ConvNet-4", "fc", ConvNet4),
+    "resnet20": Architecture("ResNet-20", "linear", lambda classes: CifarResNet(20, classes)),
+    "resnet32": Architecture("ResNet-32", "linear", lambda classes: CifarResNet(32, classes)),
+    "resnet44": Architecture("ResNet-44", "linear", lambda classes: CifarResNet(44, classes)),
+    "resnet56": Architecture("ResNet-56", "linear", lambda classes: CifarResNet(56, classes)),
+    "resnet110": Architecture("ResNet-110", "linear", lambda classes: CifarResNet(110, classes)),
+    "resnet18": Architecture("ResNet-18", "fc", lambda classes: ResNet(18, classes)),
+    "resnet34": Architecture("ResNet-34", "fc", lambda classes: ResNet(34, classes)),
+    "wideresnet40-2": Architecture("WideResNet-40-2", "fc", lambda classes: WideResNet(40, 2, classes)),
+    "wideresnet28-10": Architecture("WideResNet-28-10", "fc", lambda classes: WideResNet(28, 10, classes)),
+    "densenet100": Architecture("DenseNet-100", "fc", lambda classes: DenseNet(100, 12, classes)),
+    "vgg19": Architecture("VGG-19", "classifier.6", VGG19),
+    "vit": Architecture("ViT", "head", VisionTransformer),
+    "moco-resnet34": Architecture("ResNet-34 (self)", None, lambda _: ResNetEncoder(34)),
+}
+
+
+def names() -> list[str]:
+    """Names that `build` knows, in the order of the registry."""
+    return list(_REGISTRY)
+
+
+def architecture(name: str) -> Architecture:
+    """Look an architecture up by its name."""
+    if name not in _REGISTRY:
+        raise InputError(f"Expected the name of a model, but got {name!r}. {suggestion(name, _REGISTRY)}")
+    return _REGISTRY[name]
+
+
+def build(name: str, *, num_classes: int = 10) -> nn.Module:
+    """Build an untrained model, in eval mode, from torch's global random state.
+
+    Args:
+        name: One of `names()`.
+        num_classes: Number of logits; without effect on `moco-resnet34`, which has no class head.
+
+    Returns:
+        A model that maps (N, 3, 32, 32) to (N, num_classes), or to (N, 512) for `moco-resnet34`.
+
+    Example:
+        >>> type(build("resnet20")).__name__
+        'CifarResNet'
+    """
+    if num_classes < 2:
+        raise InputError(f"Expected `num_classes` to be at least 2, but got {num_classes!r}.")
+    return architecture(name).make(num_classes).eval()
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return what to type instead of `name`: the closest of the known names, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name.lower(), known, n=3)
+    if close:
+        return f"Did you mean {' or '.join(map(repr, close))}?"
+    return f"Known names: {', '.join(known)}."
