@@ -1,1 +1,47 @@
-"""Scorers: from discrepancy vectors to one number per input."""
+"""Scorers: from discrepancy vectors to one number per input, higher = more OOD.
+
+`make_scorer` finds one by name. Each kind has a file of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from neuralmean.errors import InputError
+from neuralmean.scorers.average import AverageScorer
+from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
+from neuralmean.scorers.logistic import LogisticScorer
+from neuralmean.scorers.mlp import MlpScorer
+
+__all__ = [
+    "SCORERS",
+    "AverageScorer",
+    "LogisticScorer",
+    "MlpScorer",
+    "Observation",
+    "Scorer",
+    "VectorScorer",
+    "make_scorer",
+]
+
+SCORERS: dict[str, type[VectorScorer]] = {kind.name: kind for kind in (AverageScorer, LogisticScorer, MlpScorer)}
+
+
+def make_scorer(name: str, options: Mapping[str, JSON] | None = None) -> VectorScorer:
+    """Return a new scorer of the kind called `name`.
+
+    Raises:
+        InputError: No such kind, or options that it does not have.
+    """
+    if name not in SCORERS:
+        close = difflib.get_close_matches(str(name), SCORERS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise InputError(
+            f"Expected `scorer` to be one of {sorted(SCORERS)} or an object with `fit` and `score`, but got {name!r}.{hint}"
+        )
+    kind = SCORERS[name]
+    unknown = sorted(set(options or {}) - set(kind.options))
+    if unknown:
+        raise InputError(f"Expected only the options {list(kind.options)} for the {name!r} scorer, but got {unknown}.")
+    return kind(**(options or {}))

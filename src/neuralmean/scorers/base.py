@@ -49,10 +49,10 @@ class Observation:
 class Scorer(Protocol):
     """The least that a scorer of one's own must have."""
 
-    def fit(self, inliers: Any, outliers: Any) -> Any:  # noqa: ANN401
+    def fit(self, inliers: Any, outliers: Any) -> Any:
         """Learn from in-distribution rows and, where there are any, out-of-distribution rows."""
 
-    def score(self, vectors: Any) -> Tensor:  # noqa: ANN401
+    def score(self, vectors: Any) -> Tensor:
         """Score each row, shape (N,); higher = more OOD."""
 
 
@@ -91,7 +91,9 @@ class VectorScorer:
         """Take over what another scorer of the same kind has learnt."""
         missing = sorted(set(self.learnt) - set(state))
         if missing:
-            raise InputError(f"Expected the state of a {self.name!r} scorer to hold {missing}, but got {sorted(state)}.")
+            raise InputError(
+                f"Expected the state of a {self.name!r} scorer to hold {missing}, but got {sorted(state)}."
+            )
         for name in self.learnt:
             setattr(self, name, state[name])
         return self

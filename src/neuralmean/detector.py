@@ -1,0 +1,309 @@
+"""`Detector` joins the steps: a model, its reference, a scorer and a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from neuralmean import fitting
+from neuralmean.artefact import Artefact
+from neuralmean.calibration import Calibration, check_rate
+from neuralmean.data import BATCH_SIZE, count_batches, to_batch, to_batches
+from neuralmean.decision import Decision, Explanation, sum_by_layer
+from neuralmean.discrepancy import (
+    Statistic,
+    check_statistic,
+    discrepancy,
+    pool_batch,
+    vector_layers,
+    vector_names,
+)
+from neuralmean.errors import InputError, NotFittedError
+from neuralmean.fingerprint import WeightsWatch
+from neuralmean.layers import has_running_mean, select_layers, unwrap
+from neuralmean.moments import Moments
+from neuralmean.observer import FIND_HEAD, Observer, Rows
+from neuralmean.progress import track
+from neuralmean.reference import Reference
+from neuralmean.saving import from_artefact, to_artefact
+from neuralmean.scorers import Observation, Scorer
+
+
+class Detector:
+    """Tells whether inputs of a trained model are like its training data.
+
+    Args:
+        model: A trained model; it is never changed.
+        layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`); None chooses.
+        statistic: `"mean"` (the paper's NMD), `"variance"` (NVD) or `"both"`, standardised and side by side.
+        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`; None takes the best one
+            for the data given to `fit`.
+        reference: What the training data looks like; None reads the batch-norm buffers where every watched layer has
+            them, and otherwise makes it from the `id_data` given to `fit`.
+        head: Name of the layer whose output is the logits and whose input is the penultimate feature, for scorers that
+            need them; None finds it, False says that the model has no classes.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+        >>> images = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        >>> _ = [model(images) for _ in range(50)]  # stands for training
+        >>> detector = Detector(model, scorer="average").calibrate(images)
+        >>> output, decision = detector(torch.full((1, 3, 8, 8), 9.0))
+        >>> decision.is_ood
+        tensor([True])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: str | Sequence[str] | None = None,
+        statistic: str = "mean",
+        scorer: str | Scorer | None = None,
+        reference: Reference | None = None,
+        head: str | bool | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
+        self.model = model
+        self.statistic: Statistic = check_statistic(statistic)
+        if layers is None and reference is not None:
+            layers = [layer.name for layer in reference.layers]
+        self._layers = select_layers(model, layers)
+        if reference is not None and reference.layers != self._layers:
+            raise InputError("Expected a reference of the layers that are watched. Make it with the same `layers`.")
+        if isinstance(head, str) and head not in dict(unwrap(model).named_modules()):
+            raise InputError(f"Expected `head` to be a layer of {type(unwrap(model)).__name__}, but got {head!r}.")
+        fitting.choose_scorer(scorer, None)  # a wrong name is an error now rather than in `fit`
+        self._scorer_choice = scorer
+        self._reference_given = reference
+        self._head_choice = head
+        self.info: dict[str, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        """Take the model as it is now, with nothing learnt."""
+        self._watch = WeightsWatch(self.model)
+        self.reference = self._reference_given or self._free_reference()
+        self.scorer = fitting.choose_scorer(self._scorer_choice, None)
+        self.calibration: Calibration | None = None
+        self.calibration_source: fitting.Source | None = None
+        self.scale: Moments | None = None  # of the vectors, for `statistic="both"`
+        self.fitted: dict[str, Any] = {}
+        self.head: str | None = None
+        self._observer = self._make_observer(None)
+
+    def _free_reference(self) -> Reference | None:
+        core = unwrap(self.model)
+        if all(has_running_mean(core.get_submodule(layer.name)) for layer in self._layers):
+            return Reference.from_batchnorm(self.model, [layer.name for layer in self._layers])
+        return None
+
+    def _make_observer(self, head: str | None) -> Observer:
+        return Observer(self.model, self._layers, variance=self.statistic != "mean", head=head)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the watched layers."""
+        return tuple(layer.name for layer in self._layers)
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the columns of the discrepancy vector: `"bn1[3]"` is channel 3 of layer bn1."""
+        return vector_names(self._layers, self.statistic)
+
+    @property
+    def threshold(self) -> float:
+        """The score above which an input is flagged."""
+        return self._calibrated().threshold
+
+    @property
+    def guarantee(self) -> str:
+        """What the false-alarm rate is worth, in a sentence."""
+        self._calibrated()
+        return fitting.GUARANTEES[self.calibration_source or "held_out"]
+
+    def fit(
+        self,
+        id_data: Any,
+        ood_data: Any = None,
+        *,
+        false_alarm_rate: float = 0.05,
+        held_out: Any = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Self:
+        """Learn from in-distribution examples and, where there are any, examples of what is not.
+
+        Args:
+            id_data: In-distribution examples; the model's own training data is fine.
+            ood_data: Examples of out-of-distribution inputs. Without them a scorer that needs some (`"logistic"`,
+                `"mlp"`) gets crafted ones, as in the paper's zero-shot protocol: `id_data` with its blocks permuted.
+            false_alarm_rate: Share of in-distribution inputs that may be flagged.
+            held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
+                from them. Without them a part of `id_data` serves, with a warning on what that is worth.
+            batch_size: Rows per forward pass where data comes in one piece.
+
+        Data may be a tensor, an array, a DataLoader, a Dataset or an iterable of batches; a batch may be `x`, `(x, y)`
+        or a dict of keyword inputs.
+        """
+        check_rate(false_alarm_rate)
+        self._reset()
+        scorer = self._scorer_for(ood_data, batch_size)
+        observer = self._make_observer(self._head_for(scorer))
+        crafted = None
+        if ood_data is None and getattr(scorer, "uses_outliers", False):
+            rows, crafted = observer.observe_with_crafted(id_data, name="id_data", batch_size=batch_size)
+        else:
+            rows = observer.observe_all(id_data, name="id_data", batch_size=batch_size)
+        if ood_data is not None:
+            crafted = observer.observe_all(ood_data, name="ood_data", batch_size=batch_size)
+        held = None
+        if held_out is not None:
+            held = observer.observe_all(held_out, name="held_out", batch_size=batch_size)
+            fitting.warn_if_shared(rows.means, held.means)
+        if self.reference is None:
+            self.reference = Reference.of_statistics(self._layers, rows.means, rows.variances)
+        if self.statistic == "both":
+            self.scale = Moments.of(discrepancy(rows.means, rows.variances, self.reference, "both"))
+        self._observer, self.head, self.scorer = observer, observer.head, scorer
+        scores, source = fitting.fit_and_score_inliers(
+            scorer,
+            self._observation(rows),
+            None if crafted is None else self._observation(crafted),
+            held_out=None if held is None else self._observation(held),
+            rate=false_alarm_rate,
+        )
+        self.calibration, self.calibration_source = Calibration.of(scores, false_alarm_rate), source
+        self.fitted = {
+            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "n_id": len(rows),
+            "n_ood": 0 if ood_data is None or crafted is None else len(crafted),
+            "n_crafted": 0 if ood_data is not None or crafted is None else len(crafted),
+            "n_held_out": 0 if held is None else len(held),
+        }
+        fitting.warn_if_weak(source)
+        return self
+
+    def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:
+        """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""
+        check_rate(false_alarm_rate)
+        scores = self._score(held_out, "held_out", batch_size)
+        self.calibration, self.calibration_source = Calibration.of(scores, false_alarm_rate), "held_out"
+        self.fitted = {**self.fitted, "n_held_out": len(scores)}
+        return self
+
+    def __call__(self, x: Any) -> tuple[Any, Decision]:
+        """Return the model's own output and the decision, after one forward pass."""
+        calibration = self._calibrated()
+        self._watch.check()
+        output, rows = self._observer.observe(to_batch(x))
+        return output, self._decide(fitting.score_rows(self.scorer, self._observation(rows)), calibration)
+
+    def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:
+        """Decide on each input of `x`."""
+        calibration = self._calibrated()
+        return self._decide(self.score(x, batch_size=batch_size), calibration)
+
+    def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
+        """Score each input, shape (N,); higher = more OOD."""
+        return self._score(x, "x", batch_size)
+
+    def score_batch(self, x: Any, *, batch_size: int = BATCH_SIZE) -> float:
+        """Score all inputs of `x` as one batch (the paper's Eq. 3 for |I| > 1); higher = more OOD."""
+        self._watch.check()
+        rows = self._observer.observe_all(x, name="x", batch_size=batch_size)
+        own = getattr(self.scorer, "score_batch", None)
+        if own is not None:
+            return float(own(fitting.view_of(self.scorer, self._observation(rows))))
+        means, variances = pool_batch(rows.means, rows.variances)
+        return fitting.score_rows(self.scorer, self._observation(Rows(means, variances))).item()
+
+    def discrepancy(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
+        """Return the discrepancy vector of each input, shape (N, D); `channels` names the columns."""
+        self._watch.check()
+        return self._observation(self._observer.observe_all(x, name="x", batch_size=batch_size)).vector
+
+    def explain(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Explanation:
+        """Say which layers and channels made the scores of `x` what they are."""
+        self._watch.check()
+        observation = self._observation(self._observer.observe_all(x, name="x", batch_size=batch_size))
+        by_channel, terms, exact = fitting.contributions_of(self.scorer, observation)
+        return Explanation(
+            score=fitting.score_rows(self.scorer, observation),
+            layers=self.layers,
+            channels=tuple(self.channels),
+            by_layer=sum_by_layer(by_channel, vector_layers(self._layers, self.statistic), len(self._layers)),
+            by_channel=by_channel,
+            terms=terms,
+            exact=exact,
+        )
+
+    def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
+        """Write the fitted detector to one file, whole or not at all; the model is not in it.
+
+        Args:
+            path: Where to.
+            info: JSON values to keep beside it (model spec, preprocessing), added to `detector.info`.
+        """
+        self._watch.check()
+        self.info = {**self.info, **(info or {})}
+        to_artefact(self).write(path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Detector:
+        """Read a detector that `save` wrote, for the same model with the same weights."""
+        return from_artefact(cls, Artefact.read(path), model, str(path))
+
+    def _scorer_for(self, ood_data: Any, batch_size: int) -> Scorer:
+        if ood_data is None:
+            return fitting.choose_scorer(self._scorer_choice, None)
+        batches = count_batches(ood_data, batch_size=batch_size)
+        size = getattr(ood_data, "batch_size", None) or batch_size
+        return fitting.choose_scorer(self._scorer_choice, 0 if batches is None else batches * size)
+
+    def _head_for(self, scorer: Scorer) -> str | None:
+        if not fitting.needs_of(scorer) or self._head_choice is False:
+            return None
+        return self._head_choice if isinstance(self._head_choice, str) else FIND_HEAD
+
+    def _score(self, x: Any, name: str, batch_size: int) -> Tensor:
+        self._watch.check()
+        steps = count_batches(x, batch_size=batch_size)
+        batches = track(
+            to_batches(x, name=name, batch_size=batch_size), description="Scoring", total=steps, unit="batches"
+        )
+        with torch.no_grad():
+            rows = (self._observer.observe(batch, name=name)[1] for batch in batches)
+            return torch.cat([fitting.score_rows(self.scorer, self._observation(row)) for row in rows])
+
+    def _observation(self, rows: Rows) -> Observation:
+        if self.reference is None:
+            raise NotFittedError(
+                "The detector has no reference yet, as the model has no batch-norm buffers. Call `fit` first."
+            )
+        vector = discrepancy(rows.means, rows.variances, self.reference, self.statistic)
+        if self.statistic == "both":
+            if self.scale is None:
+                raise NotFittedError("`statistic='both'` is standardised on in-distribution data. Call `fit` first.")
+            std = self.scale.std.clamp_min(1e-12)
+            vector = ((vector - self.scale.mean) / std).to(vector.dtype)
+        return Observation(vector, rows.output, rows.feature)
+
+    def _decide(self, scores: Tensor, calibration: Calibration) -> Decision:
+        return Decision(scores, calibration.p_value(scores), calibration.threshold, calibration.false_alarm_rate)
+
+    def _calibrated(self) -> Calibration:
+        if self.calibration is None:
+            raise NotFittedError("The detector has no threshold yet. Call `fit` or `calibrate` first.")
+        return self.calibration
+
+    def __repr__(self) -> str:
+        name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)
+        state = "not calibrated" if self.calibration is None else f"threshold {self.threshold:.4g}"
+        return f"Detector({name}: {len(self._layers)} layers, {len(self.channels)} channels, {scorer}, {state})"

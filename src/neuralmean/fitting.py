@@ -1,0 +1,159 @@
+"""How a detector learns: which scorer, which rows for what, and what the threshold is worth."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import warnings
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from neuralmean.calibration import examples_needed
+from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
+from neuralmean.scorers import Observation, Scorer, make_scorer
+
+Source = Literal["held_out", "kept_aside", "folds", "all"]
+
+GUARANTEES: dict[str, str] = {
+    "held_out": "The false-alarm rate holds for fresh inputs like the held-out ones, which the model must not have been "
+    "trained on.",
+    "kept_aside": "The threshold comes from a part of `id_data` kept aside. If the model was trained on these images, expect "
+    "more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "folds": "The threshold comes from `id_data` itself, by cross-fitting, and holds approximately. If the model was trained on "
+    "these images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "all": "The threshold comes from all of `id_data`, as nothing else was learnt from it. If the model was trained on these "
+    "images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+}
+
+SPLIT_FROM = 1000  # with fewer examples none is kept aside: the scorer is cross-fitted instead
+ASIDE = 0.2
+FOLDS = 5
+_MLP_FROM = 5000
+
+
+def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
+    """Return a new scorer of the kind asked for, or the best one for the data: `n_outliers` is None without OOD data."""
+    if isinstance(choice, str):
+        return make_scorer(choice)
+    if choice is not None:
+        if not (callable(getattr(choice, "fit", None)) and callable(getattr(choice, "score", None))):
+            raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
+        return choice
+    if n_outliers is None:
+        return make_scorer("average")
+    return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
+
+
+def needs_of(scorer: Scorer) -> frozenset[str]:
+    """Return what of "output" and "feature" a scorer needs besides the vector."""
+    return frozenset(getattr(scorer, "needs", ()))
+
+
+def view_of(scorer: Scorer, observation: Observation) -> Any:
+    """Return what a scorer is called with: the vectors alone, or the observation where it needs more."""
+    return observation if needs_of(scorer) else observation.vector
+
+
+def fit_scorer(scorer: Scorer, inliers: Observation, outliers: Observation | None) -> None:
+    """Call `fit` with the rows, and with OOD rows where the scorer takes them."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(scorer.fit).parameters.values() if p.kind in positional]
+    if len(parameters) >= 2:
+        scorer.fit(view_of(scorer, inliers), None if outliers is None else view_of(scorer, outliers))
+    else:
+        scorer.fit(view_of(scorer, inliers))  # type: ignore[call-arg]
+
+
+def score_rows(scorer: Scorer, observation: Observation) -> Tensor:
+    """Return one score per row, shape (N,), after checking that this is what came."""
+    scores = scorer.score(view_of(scorer, observation))
+    if not isinstance(scores, Tensor) or scores.shape != (len(observation),):
+        shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(f"Expected `score` to return a tensor of shape ({len(observation)},), but got {shape}.")
+    return scores.detach()
+
+
+def fit_and_score_inliers(
+    scorer: Scorer, inliers: Observation, outliers: Observation | None, *, held_out: Observation | None, rate: float
+) -> tuple[Tensor, Source]:
+    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
+
+    Held-out rows are used where there are any. Otherwise, of many rows a random part is kept out of the fit; few rows
+    are all used, and scored by scorers that were fitted on the other folds.
+    """
+    if held_out is not None:
+        fit_scorer(scorer, inliers, outliers)
+        return score_rows(scorer, held_out), "held_out"
+    needed = examples_needed(rate)
+    if len(inliers) < needed:
+        raise CalibrationError(
+            f"Expected at least {needed} in-distribution examples for a false-alarm rate of {rate:g}, but got {len(inliers)}. "
+            f"Pass more, or ask for a rate of at least {1 / (len(inliers) + 1):.3g}."
+        )
+    order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
+    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
+        fit_scorer(scorer, inliers, outliers)
+        return score_rows(scorer, inliers), "all"
+    if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
+        aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
+        fit_scorer(scorer, inliers[rest], outliers)
+        return score_rows(scorer, inliers[aside]), "kept_aside"
+    scores = torch.empty(len(inliers))
+    for fold in range(FOLDS):
+        apart = torch.zeros(len(inliers), dtype=torch.bool)
+        apart[order[fold::FOLDS]] = True
+        if not apart.any():
+            continue
+        twin = copy.deepcopy(scorer)
+        fit_scorer(twin, inliers[~apart], outliers)
+        scores[apart] = score_rows(twin, inliers[apart])
+    fit_scorer(scorer, inliers, outliers)
+    return scores, "folds"
+
+
+def warn_if_weak(source: Source) -> None:
+    """Say plainly what a threshold is worth that does not come from held-out data."""
+    if source != "held_out":
+        warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
+
+
+def warn_if_shared(inliers: Tensor, held_out: Tensor) -> None:
+    """Warn if some held-out rows are also among the rows that were fitted on."""
+    seen = {_row_digest(row) for row in inliers}
+    shared = sum(_row_digest(row) in seen for row in held_out)
+    if shared:
+        warnings.warn(
+            f"{shared} of {len(held_out)} held-out examples are also in `id_data`: the threshold will be too low and false "
+            "alarms more frequent than asked for. Keep the two apart.",
+            CalibrationWarning,
+            stacklevel=3,
+        )
+
+
+def _row_digest(row: Tensor) -> bytes:
+    return hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest()
+
+
+def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, dict[str, Tensor], bool]:
+    """Return the share of each channel in the scores, (N, D), other terms, (N,) each, and whether they add up exactly.
+
+    A scorer without `contributions` is taken to first order: gradient times vector.
+    """
+    own = getattr(scorer, "contributions", None)
+    parts = None if own is None else own(view_of(scorer, observation))
+    if parts is not None:
+        terms = getattr(scorer, "terms", None)
+        return parts, {} if terms is None else terms(view_of(scorer, observation)), True
+    vector = observation.vector.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        score = scorer.score(vector if not needs_of(scorer) else replace(observation, vector=vector))
+    if not score.requires_grad:
+        raise InputError(
+            f"Expected a scorer with `contributions` or a gradient to explain, but {type(scorer).__name__} has neither."
+        )
+    (gradient,) = torch.autograd.grad(score.sum(), vector)
+    return gradient * vector.detach(), {}, False

@@ -1,0 +1,127 @@
+"""From data to rows of channel statistics: runs the recorder over batches and keeps what scorers will need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.data import Batch, check_input, count_batches, to_batches
+from neuralmean.errors import InputError
+from neuralmean.layers import Layer
+from neuralmean.progress import track
+from neuralmean.recorder import Recorder, find_head
+from neuralmean.reference import join_layers
+from neuralmean.synthesis import permute_blocks
+
+FIND_HEAD = "?"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Channel statistics of N inputs, and the model's logits and feature where a scorer needs them."""
+
+    means: Tensor  # (N, D)
+    variances: Tensor | None = None  # (N, D)
+    output: Tensor | None = None  # (N, K)
+    feature: Tensor | None = None  # (N, F)
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+    def __getitem__(self, rows: Tensor | slice) -> Rows:
+        """Return some of the rows."""
+        parts = (self.means, self.variances, self.output, self.feature)
+        return Rows(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, rows: Sequence[Rows]) -> Rows:
+        """Stack the rows of several batches, in order."""
+        columns = zip(*((row.means, row.variances, row.output, row.feature) for row in rows), strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+class Observer:
+    """Runs a model over data and brings back `Rows`.
+
+    Args:
+        model: The model.
+        layers: The watched layers.
+        variance: Whether to record variances.
+        head: Name of the layer that gives the logits; `FIND_HEAD` finds it in the first pass; None where logits and
+            feature are not wanted.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None) -> None:
+        self.layers = tuple(layers)
+        self.recorder = Recorder(model, layers, variance=variance, head=None if head == FIND_HEAD else head)
+        self._head_is_open = head == FIND_HEAD
+
+    @property
+    def head(self) -> str | None:
+        """The layer that gives the logits, where one is in use."""
+        return self.recorder.head
+
+    def observe(self, batch: Batch, *, name: str = "x") -> tuple[Any, Rows]:
+        """Return the model's own output for a batch and the rows of it, after one forward pass.
+
+        Raises:
+            InputError: An input that gives NaN or infinite activations.
+        """
+        if self._head_is_open:
+            check_input(batch, name, tokens=self.recorder.takes_tokens)
+            self.recorder.head, self._head_is_open = find_head(self.recorder.model, batch), False
+        recording = self.recorder(batch, name=name)
+        means = join_layers(recording.means, self.layers)
+        variances = join_layers(recording.variances, self.layers) if recording.variances else None
+        self._check_finite(means, name)
+        output = None if recording.logits is None else recording.logits.cpu()
+        feature = None if recording.feature is None else recording.feature.cpu()
+        return recording.output, Rows(means, variances, output, feature)
+
+    def observe_all(self, data: Any, *, name: str, batch_size: int) -> Rows:
+        """Return the rows of all of `data`."""
+        batches = self._batches(data, name, batch_size)
+        with torch.no_grad():
+            return Rows.cat([self.observe(batch, name=name)[1] for batch in batches])
+
+    def observe_with_crafted(self, data: Any, *, name: str, batch_size: int, seed: int = 0) -> tuple[Rows, Rows]:
+        """Return the rows of all of `data`, and of the same images with their blocks permuted."""
+        generator = torch.Generator().manual_seed(seed)
+        rows, crafted = [], []
+        with torch.no_grad():
+            for batch in self._batches(data, name, batch_size):
+                rows.append(self.observe(batch, name=name)[1])
+                if batch.kwargs:
+                    raise InputError(
+                        f"Expected `{name}` to hold images, to craft OOD examples from, but got keyword inputs. Pass `ood_data`."
+                    )
+                shuffled = permute_blocks(batch.first, generator=generator)
+                crafted.append(self.observe(Batch((shuffled, *batch.args[1:])), name=name)[1])
+        return Rows.cat(rows), Rows.cat(crafted)
+
+    def _batches(self, data: Any, name: str, batch_size: int) -> Iterable[Batch]:
+        steps = count_batches(data, batch_size=batch_size)
+        batches = to_batches(data, name=name, batch_size=batch_size)
+        return track(batches, description=f"Reading {name}", total=steps, unit="batches")
+
+    def _check_finite(self, means: Tensor, name: str) -> None:
+        if torch.isfinite(means.sum()):  # one pass; a sum that overflows is looked at more closely
+            return
+        finite = torch.isfinite(means)
+        bad = (~finite).nonzero()
+        if not len(bad):
+            return
+        rows = sorted(set(bad[:, 0].tolist()))
+        start, first = 0, ""
+        for layer in self.layers:
+            if not first and not finite[:, start : start + layer.channels].all():
+                first = layer.name
+            start += layer.channels
+        raise InputError(
+            f"Expected finite activations, but {len(rows)} of {len(means)} inputs in `{name}` (rows {rows[:5]}) give NaN or "
+            f"Inf, first in layer {first!r}. Check these inputs for NaN or Inf, and their scale."
+        )

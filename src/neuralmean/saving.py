@@ -1,0 +1,141 @@
+"""Between a `Detector` and its saved file: what goes into the header and the tensors, and back with every check."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.artefact import Artefact
+from neuralmean.calibration import Calibration, check_rate
+from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
+from neuralmean.fitting import GUARANTEES, score_rows
+from neuralmean.layers import unwrap
+from neuralmean.moments import Moments
+from neuralmean.reference import Reference
+from neuralmean.scorers import Observation, VectorScorer, make_scorer
+from neuralmean.version import __version__
+
+if TYPE_CHECKING:
+    from neuralmean.detector import Detector
+
+
+def to_artefact(detector: Detector) -> Artefact:
+    """Return what the saved file of `detector` holds."""
+    scorer = detector.scorer
+    if detector.reference is None or detector.calibration is None:
+        raise NotFittedError("Expected a fitted detector to save. Call `fit` or `calibrate` first.")
+    if not isinstance(scorer, VectorScorer):
+        raise InputError(f"Expected a scorer that comes with neuralmean to save, but got {type(scorer).__name__}.")
+    tensors = {"calibration.scores": detector.calibration.scores, "reference.mean": detector.reference.mean}
+    if detector.statistic != "mean" and detector.reference.std is not None:
+        tensors["reference.std"] = detector.reference.std
+    if detector.scale is not None:
+        tensors |= {"scale.mean": detector.scale.mean, "scale.m2": detector.scale.m2}
+    tensors |= {f"scorer.{name}": tensor for name, tensor in scorer.state().items()}
+    header = {
+        "calibration": {
+            "false_alarm_rate": detector.calibration.false_alarm_rate,
+            "source": detector.calibration_source,
+            "threshold": detector.threshold,
+        },
+        "fingerprint": detector._watch.digest,
+        "fitted": detector.fitted,
+        "head": detector.head,
+        "info": detector.info,
+        "layers": [[layer.name, layer.kind, layer.channels] for layer in detector._layers],
+        "model_class": type(unwrap(detector.model)).__name__,
+        "reference": {"source": detector.reference.source, "count": detector.reference.count},
+        "scale_count": None if detector.scale is None else detector.scale.count,
+        "scorer": {"name": scorer.name, "options": scorer.get_options()},
+        "statistic": detector.statistic,
+        "versions": {"neuralmean": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    return Artefact(header, tensors)
+
+
+def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, path: str) -> Detector:
+    """Return the detector that an artefact describes, for `model`.
+
+    Raises:
+        ModelMismatchError: The model is another one, or has other weights.
+        ArtefactError: The content makes no sense.
+    """
+    header = artefact.header
+    try:
+        wanted = [(str(name), str(kind), int(channels)) for name, kind, channels in header["layers"]]
+        fitted_class, digest, statistic = str(header["model_class"]), str(header["fingerprint"]), header["statistic"]
+        scorer = make_scorer(header["scorer"]["name"], header["scorer"]["options"])
+        head = header["head"]
+        _check_model(model, wanted, fitted_class)
+        detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=scorer)
+        found = [(layer.name, layer.kind, layer.channels) for layer in detector._layers]
+        if found != wanted:
+            raise ModelMismatchError(_other_model(fitted_class, model))
+        if detector._watch.digest != digest:
+            raise ModelMismatchError(
+                f"Expected the {fitted_class} that {path!r} was fitted on, but its weights differ. "
+                "Load the weights it was fitted with, or fit again."
+            )
+        _fill(detector, artefact, scorer, head)
+    except ModelMismatchError:
+        raise
+    except (NeuralMeanError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise ArtefactError(
+            f"Expected {path!r} to describe a detector, but its content makes no sense ({error})."
+        ) from None
+    return detector
+
+
+def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: Any) -> None:
+    header, tensors = artefact.header, artefact.tensors
+    n_columns = sum(layer.channels for layer in detector._layers)
+    mean = _vector(tensors, "reference.mean", n_columns)
+    std = _vector(tensors, "reference.std", n_columns) if detector.statistic != "mean" else None
+    moments, count = None, header["reference"]["count"]
+    if header["reference"]["source"] == "data":
+        moments = Moments(int(count), mean, torch.zeros_like(mean))
+    detector.reference = Reference(detector._layers, mean, std, moments)
+    width = len(detector.channels)
+    if detector.statistic == "both":
+        detector.scale = Moments(
+            int(header["scale_count"]), _vector(tensors, "scale.mean", width), _vector(tensors, "scale.m2", width)
+        )
+    scores = tensors["calibration.scores"]
+    rate, source = header["calibration"]["false_alarm_rate"], header["calibration"]["source"]
+    check_rate(rate)
+    if source not in GUARANTEES or scores.dim() != 1 or not bool((scores.diff() >= 0).all()):
+        raise ArtefactError("the calibration is not one")
+    detector.calibration = Calibration.of(scores, rate)
+    detector.calibration_source = source
+    scorer.load_state({name[7:]: tensor for name, tensor in tensors.items() if name.startswith("scorer.")})
+    detector.scorer = scorer
+    if head is not None and head not in dict(unwrap(detector.model).named_modules()):
+        raise ArtefactError(f"the model has no layer {head!r}")
+    detector.head = head
+    detector._observer = detector._make_observer(head)
+    detector.fitted, detector.info = dict(header["fitted"]), dict(header["info"])
+    if not scorer.needs:
+        score_rows(scorer, Observation(torch.zeros(1, width)))  # a state of the wrong shape shows itself now
+
+
+def _check_model(model: nn.Module, wanted: list[tuple[str, str, int]], fitted_class: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelMismatchError(f"Expected the model that the detector was fitted on, but got {type(model).__name__}.")
+    names = dict(unwrap(model).named_modules())
+    if any(name not in names for name, _, _ in wanted):
+        raise ModelMismatchError(_other_model(fitted_class, model))
+
+
+def _other_model(fitted_class: str, model: nn.Module) -> str:
+    got = type(unwrap(model)).__name__
+    return f"Expected the {fitted_class} that the detector was fitted on, but got a {got} with other layers."
+
+
+def _vector(tensors: dict[str, Tensor], name: str, width: int) -> Tensor:
+    tensor = tensors[name]
+    if tensor.shape != (width,) or tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
+        raise ArtefactError(f"{name} is not {width} finite numbers")
+    return tensor
