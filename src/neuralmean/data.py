@@ -136,7 +136,7 @@ def _iterate(data: Any, name: str, batch_size: int) -> Iterator[Batch]:
         yield from map(to_batch, data)
     elif isinstance(data, Dataset):
         yield from map(to_batch, DataLoader(data, batch_size=batch_size))
-    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
+    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Tensor, np.ndarray)):
         yield from map(to_batch, data)
     else:
         hint = " To read images from a folder, see `neuralmean.images`." if isinstance(data, (str, bytes)) else ""

@@ -26,7 +26,7 @@ class WeightsWatch:
     """Notices when the weights of a model change.
 
     Asking costs microseconds as long as nothing was written to the weights: the digest is taken again only when a
-    tensor was replaced, moved or changed in place.
+    tensor was replaced, moved or changed in place. (Writing through `.data` hides a change from torch, and so from us.)
     """
 
     def __init__(self, model: nn.Module) -> None:

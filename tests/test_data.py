@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from neuralmean.data import check_input, count_batches, to_batch, to_batches
+from neuralmean.errors import InputError
+
+X = torch.arange(10.0).reshape(5, 2)
+Y = torch.arange(5)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        X.numpy(),
+        X.double().numpy(),
+        (X, Y),
+        {"x": X},
+        TensorDataset(X, Y),
+        TensorDataset(X),
+        Stream(),
+        DataLoader(TensorDataset(X, Y), batch_size=2),
+        [X[:2], X[2:]],
+        [(X[:2], Y[:2]), (X[2:], Y[2:])],
+        [{"x": X}],
+        (batch for batch in [X]),
+    ],
+    ids=["tensor", "array", "float64", "pair", "dict", "dataset", "dataset1", "stream", "loader", "list", "pairs", "dicts", "generator"],
+)
+def test_every_kind_of_data_gives_the_same_rows(data):
+    batches = list(to_batches(data, batch_size=2))
+    torch.testing.assert_close(torch.cat([batch.first for batch in batches]), X)
+    assert sum(map(len, batches)) == 5
+
+
+def test_a_dict_is_cut_into_rows_and_other_values_stay():
+    batches = list(to_batches({"x": X, "attention_mask": X > 3, "flag": True}, batch_size=4))
+    assert [len(batch) for batch in batches] == [4, 1]
+    assert batches[1].kwargs["flag"] is True
+    assert batches[1].mask.tolist() == [[True, True]]
+
+
+def test_batches_are_counted_where_that_is_possible():
+    assert count_batches(X, batch_size=2) == 3
+    assert count_batches(TensorDataset(X), batch_size=2) == 3
+    assert count_batches(DataLoader(TensorDataset(X), batch_size=4)) == 2
+    assert count_batches(iter([X])) is None
+    assert count_batches(Stream()) is None
+
+
+@pytest.mark.parametrize("empty", [X[:0], [], np.zeros((0, 3)), TensorDataset(X[:0])], ids=["tensor", "list", "array", "dataset"])
+def test_empty_data_is_an_error(empty):
+    with pytest.raises(InputError, match="Expected `id_data` to hold at least one example, but it is empty"):
+        list(to_batches(empty, name="id_data"))
+
+
+@pytest.mark.parametrize("data", [3, None, torch.tensor(1.0)], ids=["int", "none", "scalar"])
+def test_data_of_another_kind_is_an_error(data):
+    with pytest.raises(InputError, match="Expected `id_data` to be a tensor, an array, a DataLoader"):
+        list(to_batches(data, name="id_data"))
+
+
+def test_a_path_points_to_the_image_reader():
+    with pytest.raises(InputError, match="To read images from a folder"):
+        list(to_batches("photos/"))
+
+
+def test_a_batch_of_another_kind_is_an_error():
+    with pytest.raises(InputError, match=re.escape("Expected a batch to be x, (x, y) or a dict of inputs, but got str 'a'")):
+        to_batch("a")
+
+
+def test_a_batch_without_a_tensor_is_an_error():
+    with pytest.raises(InputError, match="Expected a batch that holds a tensor"):
+        len(to_batch({"a": 1}))
+
+
+def test_an_array_of_objects_is_an_error():
+    with pytest.raises(InputError, match="dtype object"):
+        to_batch(np.array([None]))
+
+
+def test_labels_are_noticed():
+    with pytest.raises(InputError, match=r"but got shape \(5,\) of torch.int64. Are these labels"):
+        check_input(to_batch(Y), "id_data")
+
+
+def test_integer_images_are_noticed():
+    with pytest.raises(InputError, match=r"Expected `x` to hold floats, prepared as for training, but got torch.uint8"):
+        check_input(to_batch(torch.zeros(2, 3, 4, 4, dtype=torch.uint8)), "x")
+
+
+def test_a_token_model_may_take_integers():
+    check_input(to_batch(torch.zeros(2, 7, dtype=torch.int64)), "x", tokens=True)

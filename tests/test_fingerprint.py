@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from neuralmean.errors import ModelMismatchError
+from neuralmean.fingerprint import WeightsWatch, fingerprint
+
+
+def test_the_same_weights_have_the_same_fingerprint(model):
+    assert fingerprint(model) == fingerprint(copy.deepcopy(model)) == fingerprint(nn.DataParallel(model))
+    assert fingerprint(model) == fingerprint(model.to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.fc.bias.add_(1e-6),
+        lambda m: m.bn1.running_mean.add_(1e-6),
+        lambda m: setattr(m, "fc", nn.Linear(6, 3)),
+        lambda m: setattr(m.fc, "bias", nn.Parameter(m.fc.bias.detach() + 1)),
+        lambda m: m.load_state_dict({name: value + 1 for name, value in m.state_dict().items()}),
+    ],
+    ids=["parameter", "buffer", "module", "replaced", "loaded"],
+)
+def test_a_change_is_noticed(model, change):
+    watch = WeightsWatch(model)
+    watch.check()
+    with torch.no_grad():
+        change(model)
+    assert fingerprint(model) != watch.digest
+    with pytest.raises(ModelMismatchError, match="the model's weights have changed since"):
+        watch.check()
+
+
+def test_the_same_weights_loaded_again_are_fine(model):
+    watch = WeightsWatch(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    watch.check()
+    model.to(torch.float64).to(torch.float32)
+    watch.check()

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from neuralmean.data import to_batch
+from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError, ModelInputError
+from neuralmean.layers import Layer, select_layers
+from neuralmean.recorder import Recorder, channel_mean, channel_mean_variance, find_head, main_tensor
+from tests.conftest import TinyNet, count_hooks
+
+
+def record(model, x, patterns=None, **options):
+    return Recorder(model, select_layers(model, patterns), **options)(to_batch(x))
+
+
+def _reference_channel_statistics(activation):
+    """One number at a time, from the text of the paper: sum over positions, divided by their number."""
+    examples, channels = activation.shape[:2]
+    means, variances = torch.zeros(examples, channels), torch.zeros(examples, channels)
+    for i in range(examples):
+        for c in range(channels):
+            values = activation[i, c].flatten().double().tolist()
+            mean = sum(values) / len(values)
+            means[i, c], variances[i, c] = mean, sum((value - mean) ** 2 for value in values) / len(values)
+    return means, variances
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 5), (3, 4, 5, 6), (2, 3, 4, 5, 2)], ids=str)
+def test_channel_statistics_equal_a_naive_loop(shape):
+    activation = torch.randn(shape) * 2 + 3
+    means, variances = _reference_channel_statistics(activation.reshape(*shape[:2], -1))
+    mean, variance = channel_mean_variance(activation)
+    torch.testing.assert_close(channel_mean(activation), means)
+    torch.testing.assert_close(mean, means)
+    torch.testing.assert_close(variance, variances)
+
+
+def test_channels_last_tensors_give_the_same_numbers():
+    activation = torch.randn(4, 8, 5, 5)
+    torch.testing.assert_close(channel_mean(activation.to(memory_format=torch.channels_last)), channel_mean(activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_low_precision_is_reduced_in_float32(dtype):
+    activation = torch.full((1, 1, 64, 64), 1.0, dtype=dtype)
+    activation[0, 0, 0, 0] = 100.0
+    expected = torch.tensor([[(4095 + 100) / 4096]])
+    mean = channel_mean(activation)
+    assert mean.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(mean.float(), expected)
+
+
+def test_padding_is_left_out():
+    tokens = torch.tensor([[[1.0], [3.0], [99.0]], [[5.0], [99.0], [99.0]]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert channel_mean(tokens, channels_last=True, mask=mask).tolist() == [[2.0], [5.0]]
+    mean, variance = channel_mean_variance(tokens, channels_last=True, mask=mask)
+    assert (mean.tolist(), variance.tolist()) == ([[2.0], [5.0]], [[1.0], [0.0]])
+
+
+class ByHand(nn.Module):
+    """Every activation is known: the batch norm sees 2 x + 1 of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+        self.bn = nn.BatchNorm2d(1)
+        self.relu = nn.ReLU(inplace=True)
+        nn.init.constant_(self.conv.weight, 2.0)
+        nn.init.constant_(self.conv.bias, 1.0)
+
+    def forward(self, x):
+        return self.relu(self.bn(self.conv(x)))
+
+
+def test_the_numbers_by_hand():
+    image = torch.tensor([[[[0.0, 1.0], [2.0, 5.0]]]])  # 2 x + 1 is 1, 3, 5, 11: mean 5, variance (16 + 4 + 0 + 36) / 4
+    recording = record(ByHand(), image, ["bn", "conv"], variance=True)
+    assert recording.means["bn"].tolist() == recording.means["conv"].tolist() == [[5.0]]
+    assert recording.variances["bn"].tolist() == [[14.0]]
+
+
+def test_outputs_are_bit_equal_and_hooks_gone(model, images):
+    expected = model(images)
+    recording = record(model, images, variance=True)
+    assert torch.equal(recording.output, expected)
+    assert count_hooks(model) == 0
+
+
+def test_training_flags_and_buffers_are_as_they_were(images):
+    model = TinyNet()
+    model.train()
+    model.bn2.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    record(model, images)
+    assert {name: module.training for name, module in model.named_modules()} == {
+        "": True, "conv1": True, "bn1": True, "conv2": True, "bn2": False, "relu": True, "fc": True,
+    }  # fmt: skip
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Raises(TinyNet):
+    def forward(self, x):
+        super().forward(x)
+        raise ZeroDivisionError("boom")
+
+
+def test_a_raising_forward_leaves_the_model_as_it_was(images):
+    model = Raises().train()
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        record(model, images)
+    assert count_hooks(model) == 0
+    assert all(module.training for module in model.modules())
+
+
+def test_a_bad_input_leaves_the_model_as_it_was():
+    model = TinyNet().train()
+    with pytest.raises(ModelInputError, match=r"an input that TinyNet accepts, but got shape \(2, 5, 8, 8\).*channels"):
+        record(model, torch.zeros(2, 5, 8, 8))
+    assert count_hooks(model) == 0
+    assert all(module.training for module in model.modules())
+
+
+def test_an_error_of_the_model_itself_is_not_dressed_up(images):
+    class Fails(TinyNet):
+        def forward(self, x):
+            raise RuntimeError("the licence server is down")
+
+    with pytest.raises(RuntimeError, match="^the licence server is down$"):
+        record(Fails(), images)
+
+
+def test_the_graph_is_kept_for_the_caller_and_not_for_the_statistics(model, images):
+    recording = record(model, images)
+    assert recording.output.requires_grad
+    assert not recording.means["bn1"].requires_grad
+    with torch.no_grad():
+        assert not record(model, images).output.requires_grad
+
+
+def test_a_layer_called_twice_gives_the_mean_of_its_calls():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, x):
+            return self.norm(x) + self.norm(x + 10)
+
+    recording = record(Twice(), torch.tensor([[1.0], [2.0]]), variance=True)
+    assert recording.means["norm"].tolist() == [[6.0], [7.0]]
+    assert recording.variances["norm"].tolist() == [[0.0], [0.0]]
+
+
+def test_a_layer_that_does_not_run_is_named():
+    class Skips(TinyNet):
+        def forward(self, x):
+            return self.bn1(self.conv1(x))
+
+    with pytest.raises(LayerNotFiredError, match="but 'bn2' did not. It may be used in training only"):
+        record(Skips(), torch.zeros(1, 3, 8, 8))
+
+
+def test_a_layer_that_was_removed_is_named(model, images):
+    recorder = Recorder(model, select_layers(model))
+    del model.bn2
+    with pytest.raises(LayerNotFoundError, match="to have the layer 'bn2'"):
+        recorder(to_batch(images))
+    assert count_hooks(model) == 0
+
+
+def test_rows_must_be_examples():
+    class Folds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(x.reshape(-1, 2))
+
+    with pytest.raises(InputError, match="one row for each of the 3 inputs in layer 'norm', but its activation has 6"):
+        record(Folds(), torch.zeros(3, 4))
+
+
+def test_channels_must_be_where_they_are_looked_for():
+    with pytest.raises(InputError, match="Expected 9 channels in layer 'bn1', but its activation has 4"):
+        Recorder(TinyNet(), [Layer("bn1", "batchnorm", 9)])(to_batch(torch.zeros(1, 3, 8, 8)))
+
+
+def test_a_layer_without_a_tensor_is_an_error():
+    class Conv(nn.Conv2d):
+        def forward(self, x):
+            return None
+
+    with pytest.raises(InputError, match="Expected layer '0' to have a tensor"):
+        record(nn.Sequential(Conv(3, 3, 1)), torch.zeros(1, 3, 4, 4))
+
+
+def test_tuple_and_dict_outputs_pass_through(images):
+    class Many(TinyNet):
+        def forward(self, x):
+            return {"aux": None, "logits": super().forward(x)}, 7
+
+    output = record(Many(), images).output
+    assert output[1] == 7
+    assert main_tensor(output) is output[0]["logits"]
+
+
+def test_dict_inputs_reach_the_model_by_keyword():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.norm(self.embed(input_ids))
+
+    model = Tokens()
+    ids = torch.tensor([[1, 2, 3]])
+    expected = (model.embed.weight[1] + model.embed.weight[2]) / 2
+    recording = record(model, {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0]])}, ["norm"])
+    torch.testing.assert_close(recording.means["norm"][0], expected.detach())
+
+
+def test_a_module_called_by_keyword_is_read_too():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, x):
+            return self.norm(input=x)
+
+    assert record(Keyword(), torch.tensor([[3.0]])).means["norm"].tolist() == [[3.0]]
+
+
+def test_many_threads_on_one_model_get_the_serial_answers(model, images):
+    model.train()  # the hardest case: flags must be put back once, at the end
+    recorder = Recorder(model, select_layers(model))
+    parts = images.split(20)
+    serial = [recorder(to_batch(part)) for part in parts]
+    results: dict[int, object] = {}
+
+    def work(index):
+        for _ in range(10):
+            results[index] = recorder(to_batch(parts[index]))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(8):
+        assert torch.equal(results[index].output, serial[index].output)
+        assert all(torch.equal(results[index].means[name], mean) for name, mean in serial[index].means.items())
+    assert count_hooks(model) == 0
+    assert all(module.training for module in model.modules())
+
+
+def test_wrapped_models_give_the_same_numbers(model, images):
+    plain, wrapped = record(model, images), record(nn.DataParallel(model), images)
+    assert torch.equal(plain.output, wrapped.output)
+    assert torch.equal(plain.means["bn2"], wrapped.means["bn2"])
+
+
+def test_a_bfloat16_model_is_recorded_in_float32():
+    model = nn.Sequential(nn.BatchNorm2d(1)).bfloat16().eval()  # no matrix product: its bf16 kernels crash on some machines
+    image = torch.full((1, 1, 64, 64), 1.0, dtype=torch.bfloat16)
+    image[0, 0, 0, 0] = 100.0
+    recording = record(model, image)
+    assert recording.output.dtype == torch.bfloat16
+    torch.testing.assert_close(recording.means["0"], torch.tensor([[4195 / 4096]]))
+
+
+def test_the_head_is_found_and_gives_feature_and_logits(model, images):
+    assert find_head(model, to_batch(images)) == "fc"
+    recording = record(model, images, head="fc")
+    torch.testing.assert_close(recording.logits, recording.output.detach())
+    torch.testing.assert_close(recording.feature @ model.fc.weight.T + model.fc.bias, recording.logits)
+    assert count_hooks(model) == 0
+
+
+def test_a_model_without_a_linear_end_has_no_head(images):
+    assert find_head(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Softmax(1)), to_batch(images)) is None
+    assert find_head(nn.Conv2d(3, 2, 3), to_batch(images)) is None
+
+
+def test_a_squeezed_output_still_has_its_head(images):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.Unflatten(1, (4, 1)), nn.Flatten())
+    assert find_head(model, to_batch(images)) == "1"
