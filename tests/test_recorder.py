@@ -241,13 +241,13 @@ def test_a_module_called_by_keyword_is_read_too():
 
 def test_many_threads_on_one_model_get_the_serial_answers(model, images):
     model.train()  # the hardest case: flags must be put back once, at the end
-    recorder = Recorder(model, select_layers(model))
+    recorder = Recorder(model, select_layers(model), head="fc")
     parts = images.split(20)
     serial = [recorder(to_batch(part)) for part in parts]
     results: dict[int, object] = {}
 
     def work(index):
-        for _ in range(10):
+        for _ in range(100):
             results[index] = recorder(to_batch(parts[index]))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]

@@ -24,6 +24,9 @@ from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError
 from neuralmean.layers import Layer, unwrap
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class Recording:
     """What one forward pass showed: the model's own output, and the channels of the watched layers."""
@@ -218,7 +221,8 @@ class _Sink:
             handles.append(_submodule(core, self.head).register_forward_hook(self._head_hook, with_kwargs=True))
 
     def _input_hook(self, layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Another thread may call a hook that is half registered or half removed, and then without the keywords.
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NOTHING) -> None:
             self._add(layer, args[0] if args else next(iter(kwargs.values()), None))
 
         return hook
@@ -229,9 +233,10 @@ class _Sink:
 
         return hook
 
-    def _head_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _head_hook(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if self._is_foreign():
             return
+        kwargs, output = rest
         feature, logits = args[0] if args else next(iter(kwargs.values())), main_tensor(output)
         with torch.no_grad():
             last = isinstance(module, nn.Linear)
