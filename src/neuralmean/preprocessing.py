@@ -104,15 +104,18 @@ class Preprocessing:
                 f"but got {images.dtype} with shape {images.shape}."
             )
         height, width, channels = images.shape[1:]
-        if channels == self.channels and self._resized((height, width)) == (height, width) == (
-            self.size or (height, width)
-        ):
+        if self.keeps((height, width, channels)):
             return images
         if len(images) == 0:
-            height, width = self.size or (height, width)
-            return np.empty((0, height, width, self.channels), np.uint8)
+            return np.empty((0, *(self.size or (height, width)), self.channels), np.uint8)
         rows = (np.ascontiguousarray(row[:, :, 0] if channels == 1 else row) for row in images)
         return np.stack([self.pixels(Image.fromarray(row)) for row in rows])
+
+    def keeps(self, shape: tuple[int, int, int]) -> bool:
+        """Whether images of this height, width and number of channels go to the model as they are, but for scaling."""
+        height, width, channels = shape
+        size = self.size or (height, width)
+        return channels == self.channels and self._resized((height, width)) == (height, width) == size
 
     def normalise(self, pixels: Pixels) -> Tensor:
         """Pixels (N, H, W, C) as float32 (N, C, H, W): (pixel / 255 - mean) / std, in this order like torchvision."""
