@@ -1,0 +1,273 @@
+"""The sets that the paper uses: their names, official counts, the layouts in which people keep them, where to get them.
+
+Data only: no file is opened here. `<set>` and `<split>` stand for themselves in a layout's file names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from neuralmean.bench.data.imageset import Fit
+from neuralmean.bench.data.readers import (
+    CIFAR10_BINARY,
+    CIFAR100_BINARY,
+    FOLDER,
+    NPY,
+    NPZ,
+    PYTHON_BATCHES,
+    SHEETS,
+    SVHN_MAT,
+    Format,
+)
+from neuralmean.errors import InputError
+
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Files that make up one split, relative to the data folder or to a folder with one of the set's names.
+
+    `md5` has one sum per file where the official files are known. `named` asks for a folder with the set's name.
+    """
+
+    format: Format
+    files: tuple[str, ...]
+    md5: tuple[str, ...] = ()
+    named: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of an official release and its MD5 sum; an archive is unpacked.
+
+    `split` is the part of the set that it holds, None if all of them.
+    """
+
+    url: str
+    md5: str
+    split: Split | None = None
+
+    @property
+    def filename(self) -> str:
+        """Name under which the file is kept."""
+        return self.url.partition("?")[0].rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One set of the paper."""
+
+    name: str
+    title: str  # as the paper writes it
+    folders: tuple[str, ...]  # names of folders that hold it, besides `name`
+    counts: dict[Split, int]  # official number of images per split
+    layouts: dict[Split, tuple[Layout, ...]] = field(default_factory=dict)
+    sources: tuple[Source, ...] = ()
+    aliases: tuple[str, ...] = ()
+    fit: Fit = "resize"
+    page: str = ""
+
+    def layouts_of(self, split: Split) -> tuple[Layout, ...]:
+        """Layouts of a split, the one to be preferred first."""
+        stems = [f"{self.name}-{split}", f"{self.name}_{split}"]
+        if len(self.counts) == 1:
+            stems.append(self.name)
+        arrays = [
+            Layout(kind, (f"{stem}{suffix}",)) for stem in stems for kind, suffix in ((NPZ, ".npz"), (NPY, ".npy"))
+        ]
+        inside = [
+            Layout(NPZ, (f"{split}.npz",), named=True),
+            *(Layout(SHEETS, (f"{stem}/set.json",)) for stem in stems),
+        ]
+        pictures = [Layout(FOLDER, (f"{split}",), named=True), Layout(FOLDER, (f"{self.name}-{split}",))]
+        if len(self.counts) == 1:
+            pictures = [Layout(FOLDER, (".",), named=True)]
+        return (*arrays, *inside, *self.layouts.get(split, ()), *pictures)
+
+
+_ODIN = "https://github.com/facebookresearch/odin"
+
+
+def _cifar10() -> DataSet:
+    batches = tuple(f"data_batch_{number}" for number in range(1, 6))
+    sums = (
+        "c99cafc152244af753f735de768cd75f",
+        "d4bba439e000b95fd0a9bffe97cbabec",
+        "54ebc095f3ab1f0389bbae665268c751",
+        "634d18415352ddfa80567beed471001a",
+        "482c414d41f54cd18b22e5b47cb7c3cb",
+    )
+    return DataSet(
+        name="cifar10",
+        title="CIFAR-10",
+        folders=("CIFAR10", "cifar-10", "CIFAR-10", "cifar-10-batches-py", "cifar-10-batches-bin", "CIFAR-10-images"),
+        counts={"train": 50_000, "test": 10_000},
+        layouts={
+            "train": (
+                Layout(PYTHON_BATCHES, batches, sums),
+                Layout(CIFAR10_BINARY, tuple(f"{batch}.bin" for batch in batches)),
+            ),
+            "test": (
+                Layout(PYTHON_BATCHES, ("test_batch",), ("40351d587109b95175f43aff81a1287e",)),
+                Layout(CIFAR10_BINARY, ("test_batch.bin",)),
+            ),
+        },
+        sources=(
+            Source("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+        ),
+        page="https://www.cs.toronto.edu/~kriz/cifar.html",
+    )
+
+
+def _cifar100() -> DataSet:
+    sums: dict[Split, str] = {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"}
+    return DataSet(
+        name="cifar100",
+        title="CIFAR-100",
+        folders=("CIFAR100", "cifar-100", "CIFAR-100", "cifar-100-python", "cifar-100-binary"),
+        counts={"train": 50_000, "test": 10_000},
+        layouts={
+            split: (
+                Layout(PYTHON_BATCHES, (split,), (md5,), named=True),
+                Layout(CIFAR100_BINARY, (f"{split}.bin",), named=True),
+            )
+            for split, md5 in sums.items()
+        },
+        sources=(
+            Source("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+        ),
+        page="https://www.cs.toronto.edu/~kriz/cifar.html",
+    )
+
+
+def _svhn() -> DataSet:
+    address = "http://ufldl.stanford.edu/housenumbers"
+    sums: dict[Split, str] = {"train": "e26dedcc434d2e4c54c9b2d4a06d8373", "test": "eb5a983be6a315427106f1b164d9cef3"}
+    return DataSet(
+        name="svhn",
+        title="SVHN",
+        folders=("SVHN", "svhn-data", "svhn_data"),
+        counts={"train": 73_257, "test": 26_032},
+        layouts={split: (Layout(SVHN_MAT, (f"{split}_32x32.mat",), (md5,)),) for split, md5 in sums.items()},
+        sources=tuple(Source(f"{address}/{split}_32x32.mat", md5, split) for split, md5 in sums.items()),
+        page=f"{address}/",
+    )
+
+
+def _odin(
+    name: str, title: str, count: int, *, archive: str, md5: str, folders: tuple[str, ...], aliases: tuple[str, ...]
+) -> DataSet:
+    return DataSet(
+        name=name,
+        title=title,
+        folders=folders,
+        counts={"test": count},
+        sources=(Source(f"https://www.dropbox.com/s/{archive}?dl=1", md5),),
+        aliases=aliases,
+        fit="crop" if name.endswith("-crop") else "resize",
+        page=_ODIN,
+    )
+
+
+_SETS = (
+    _cifar10(),
+    _cifar100(),
+    _svhn(),
+    _odin(
+        "imagenet-crop",
+        "ImageNet-C",
+        10_000,
+        archive="avgm2u562itwpkl/Imagenet.tar.gz",
+        md5="7c0827e4246c3718a5ee076e999e52e5",
+        folders=("Imagenet", "Imagenet_crop", "imagenet_crop", "ImageNet-C", "TinyImagenet_crop"),
+        aliases=("imagenet-c", "tinyimagenet-crop", "tiny-imagenet-crop"),
+    ),
+    _odin(
+        "imagenet-resize",
+        "ImageNet-R",
+        10_000,
+        archive="kp3my3412u5k9rl/Imagenet_resize.tar.gz",
+        md5="0f9ff11d45babf2eff5fe12281d1ac31",
+        folders=("Imagenet_resize", "imagenet_resize", "ImageNet-R", "TinyImagenet_resize"),
+        aliases=("imagenet-r", "tinyimagenet-resize", "tiny-imagenet-resize"),
+    ),
+    _odin(
+        "lsun-crop",
+        "LSUN-C",
+        10_000,
+        archive="fhtsw1m3qxlwj6h/LSUN.tar.gz",
+        md5="458a0a0ab8e5f1cb4516d7400568e460",
+        folders=("LSUN", "LSUN_C", "LSUN-C", "LSUN_crop", "lsuncrop"),
+        aliases=("lsun-c", "lsun"),
+    ),
+    _odin(
+        "lsun-resize",
+        "LSUN-R",
+        10_000,
+        archive="moqh2wh8696c3yl/LSUN_resize.tar.gz",
+        md5="278b7b31c8cb7e804a1465a8ce03a2dc",
+        folders=("LSUN_resize", "LSUN_R", "LSUN-R", "lsunre"),
+        aliases=("lsun-r",),
+    ),
+    _odin(
+        "isun",
+        "iSUN",
+        8_925,
+        archive="ssz7qxfqae0cca5/iSUN.tar.gz",
+        md5="be77b0f2c26fda898afac5f99645ee70",
+        folders=("iSUN", "ISUN"),
+        aliases=(),
+    ),
+    DataSet(
+        name="textures",
+        title="Texture",
+        folders=("dtd", "DTD", "Textures", "texture", "Texture"),
+        # Papers on OOD detection take all of DTD; its own splits into thirds are for texture recognition.
+        counts={"test": 5_640},
+        layouts={"test": (Layout(FOLDER, ("images",), named=True),)},
+        sources=(
+            Source(
+                "https://www.robots.ox.ac.uk/~vgg/data/dtd/download/dtd-r1.0.1.tar.gz",
+                "fff73e5086ae6bdbea199a49dfb8a4c1",
+            ),
+        ),
+        aliases=("dtd", "texture"),
+        page="https://www.robots.ox.ac.uk/~vgg/data/dtd/",
+    ),
+)
+_BY_NAME = {dataset.name: dataset for dataset in _SETS}
+_BY_ALIAS = {alias: dataset for dataset in _SETS for alias in (dataset.name, *dataset.aliases)}
+
+
+def names() -> list[str]:
+    """Names of the sets, in the order of the paper."""
+    return list(_BY_NAME)
+
+
+def dataset(name: str) -> DataSet:
+    """Look a set up by its name, by the paper's name for it, or by another usual one.
+
+    Example:
+        >>> dataset("ImageNet-C").name, dataset("CIFAR-10").name
+        ('imagenet-crop', 'cifar10')
+    """
+    key = name.lower().replace("_", "-")
+    found = _BY_ALIAS.get(key) or _BY_ALIAS.get(key.replace("-", ""))
+    if found is None:
+        close = difflib.get_close_matches(key, _BY_ALIAS, n=3)
+        hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Known sets: {', '.join(_BY_NAME)}."
+        raise InputError(f"Expected the name of a data set, but got {name!r}. {hint}")
+    return found
+
+
+def check_split(found: DataSet, split: str) -> Split:
+    """Return `split`, or raise where the set has no such part."""
+    for known in found.counts:
+        if split == known:
+            return known
+    raise InputError(
+        f"Expected the split of {found.name!r} to be {' or '.join(map(repr, found.counts))}, but got {split!r}."
+    )
