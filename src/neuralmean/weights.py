@@ -1,0 +1,134 @@
+"""Weights of a model from a file: safetensors, or a torch file with tensors only, and never a pickle that runs code.
+
+Reading and fitting into a model are kept apart from building the model (`modelspec`). Weights fit a model whole or not
+at all: a file that lacks a tensor or brings one too many is an error that names a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.errors import ArtefactError
+
+__all__ = ["Builder", "Weights", "load_weights", "read_weights"]
+
+Builder = Callable[[int | None], nn.Module]  # number of classes, None for the model's own -> untrained model
+
+_WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, and what the file says about them."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_weights(path: str | Path) -> Weights:
+    """The tensors of a safetensors or torch file, whichever its content shows it to be, without running any code."""
+    path = Path(path)
+    if not path.is_file():
+        raise ArtefactError(f"Expected {str(path)!r} to be a file with weights, but there is no such file.")
+    with path.open("rb") as handle:
+        start = handle.read(9)
+    weights = _read_safetensors(path) if start[8:] == b"{" else Weights(_read_torch(path), {})
+    if not weights.tensors:
+        raise ArtefactError(
+            f"Expected {str(path)!r} to hold the tensors of a model, but it holds none. Save `model.state_dict()`."
+        )
+    return weights
+
+
+def _read_safetensors(path: Path) -> Weights:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return Weights({key: handle.get_tensor(key) for key in handle.keys()}, dict(handle.metadata() or {}))  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ArtefactError(f"Expected {str(path)!r} to be a safetensors file, but it is damaged: {error}.") from error
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    try:
+        # A handle and not the path: torch would go by the name's ending.
+        with path.open("rb") as handle:
+            held = torch.load(handle, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ArtefactError(
+            f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but torch said: {reason} "
+            "Save `model.state_dict()`, best as safetensors."
+        ) from error
+    for key in _STATE_KEYS:
+        if isinstance(held, dict) and isinstance(held.get(key), dict):
+            held = held[key]
+    if not isinstance(held, dict):
+        raise ArtefactError(
+            f"Expected {str(path)!r} to hold a state dict, but it holds a {type(held).__name__}. Save `model.state_dict()`."
+        )
+    return {str(key): value for key, value in held.items() if isinstance(value, Tensor)}
+
+
+def load_weights(
+    model: nn.Module, tensors: dict[str, Tensor], *, rebuild: Builder | None = None, expected: str
+) -> nn.Module:
+    """Put all the tensors into the model, or into a new one with as many classes as they have.
+
+    Args:
+        model: The model; its own weights are replaced.
+        tensors: Weights by name; what DataParallel, torch.compile or Lightning put before every name is taken off.
+        rebuild: Makes the model anew for another number of classes; None takes the model as it is.
+        expected: How the error begins when they do not fit.
+    """
+    tensors = _unwrap(tensors, model)
+    classes = None if rebuild is None else _other_classes(model, tensors)
+    if rebuild is not None and classes is not None:
+        model = rebuild(classes)
+    own = {key: value.shape for key, value in model.state_dict().items()}
+    # Counters of batches have no use at test time, and old files lack them.
+    missing = sorted(key for key in set(own) - set(tensors) if not key.endswith("num_batches_tracked"))
+    unknown = sorted(set(tensors) - set(own))
+    reshaped = sorted(
+        f"{key} {tuple(tensors[key].shape)} for {tuple(own[key])}"
+        for key in set(own) & set(tensors)
+        if tensors[key].shape != own[key]
+    )
+    facts = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for names, what in ((missing, "missing"), (unknown, "unknown"), (reshaped, "of another shape"))
+        if names
+    ]
+    if facts:
+        raise ArtefactError(
+            f"{expected}, but of its tensors {', '.join(facts)}. Check that model and weights belong together."
+        )
+    model.load_state_dict(tensors, strict=False)
+    return model
+
+
+def _unwrap(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The tensors without what a wrapper put before every name, unless the model has such names itself."""
+    own = set(model.state_dict())
+    for prefix in (*_WRAPPERS, *_WRAPPERS, "model."):
+        if tensors and all(key.startswith(prefix) for key in tensors) and not own & set(tensors):
+            tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors
+
+
+def _other_classes(model: nn.Module, tensors: dict[str, Tensor]) -> int | None:
+    """Number of classes of the weights, where that is all in which they differ from the model."""
+    own = model.state_dict()
+    differing = [
+        (own[key].shape, tensors[key].shape) for key in own if key in tensors and own[key].shape != tensors[key].shape
+    ]
+    if any(a[1:] != b[1:] or not a for a, b in differing) or len({(a[0], b[0]) for a, b in differing}) != 1:
+        return None
+    return int(differing[0][1][0])
