@@ -1,0 +1,114 @@
+"""What a recording is, and what the passes of one recorder share. Nothing here runs a model or sets a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.errors import LayerNotFoundError
+from neuralmean.layers import Layer
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one forward pass showed: the model's own output, and the channels of the watched layers."""
+
+    output: Any  # None if the pass was stopped
+    layers: tuple[Layer, ...]  # those of the columns: all of them, or the first ones if the pass was stopped
+    mean: Tensor  # (N, D)
+    variance: Tensor | None = None  # (N, D), None unless asked for
+    feature: Tensor | None = None  # (N, F), the input of the head
+    logits: Tensor | None = None  # (N, K), the output of the head
+    stopped_at: int | None = None  # index of the exit, if the pass was stopped
+
+    @property
+    def means(self) -> dict[str, Tensor]:
+        """Channel means by layer, each (N, C)."""
+        return _by_layer(self.mean, self.layers)
+
+    @property
+    def variances(self) -> dict[str, Tensor]:
+        """Channel variances by layer, each (N, C); empty unless asked for."""
+        return {} if self.variance is None else _by_layer(self.variance, self.layers)
+
+
+class Exits(Protocol):
+    """Says whether a forward pass can be stopped once its first layers have been seen."""
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many of the first layers each exit looks at, growing."""
+
+    def should_stop(self, index: int, means: Tensor) -> bool:
+        """Whether to stop at exit `index`, given the channel means of its layers, (N, D')."""
+
+
+class Plan:
+    """What the passes of one recorder share: where the layers are, and the shapes that were seen in them."""
+
+    def __init__(self, core: nn.Module, layers: Sequence[Layer]) -> None:
+        self.core, self.layers = core, tuple(layers)
+        self.widths = [layer.channels for layer in layers]
+        self.by_keyword: frozenset[int] = frozenset()
+        self.repeated: frozenset[int] = frozenset()
+        self._seen: dict[tuple[int, torch.device], list[Seen | None]] = {}
+        self._divisors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._children: list[Mapping[str, nn.Module | None]] = []
+        self._known: list[dict[str, nn.Module | None]] | None = None
+        self._modules: list[nn.Module] = []
+        self._watched: dict[str, nn.Module] = {}
+
+    def modules(self) -> list[nn.Module]:
+        """Every module of the model, looked up again only if one was added, replaced or removed."""
+        if self._children != self._known:
+            modules = list(self.core.modules())
+            self._children = [module._modules for module in modules]
+            self._modules, self._watched = modules, {}
+            self._known = [dict(children) for children in self._children]
+        return self._modules
+
+    def module(self, name: str) -> nn.Module:
+        """Return the layer called `name`; call `modules` first."""
+        if name not in self._watched:
+            try:
+                self._watched[name] = self.core.get_submodule(name)
+            except AttributeError:
+                raise LayerNotFoundError(
+                    f"Expected {type(self.core).__name__} to have the layer {name!r}, but it has not. "
+                    "Make a new Detector for the model."
+                ) from None
+        return self._watched[name]
+
+    def seen(self, size: int, device: torch.device) -> list[Seen | None]:
+        """Shapes that the layers had with batches of this size; filled as they come."""
+        if len(self._seen) > 64:
+            self._seen.clear()
+        return self._seen.setdefault((size, device), [None] * len(self.layers))
+
+    def divisor(self, counts: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return how many positions each column of the first layers was summed over, (D,)."""
+        if len(self._divisors) > 64:
+            self._divisors.clear()
+        known = self._divisors.get((counts, device))
+        if known is None:
+            columns = torch.tensor(counts).repeat_interleave(torch.tensor(self.widths[: len(counts)]))
+            known = self._divisors[counts, device] = columns.to(device, torch.float32)
+        return known
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Shape of a plain activation, the dimensions of its positions, and how many positions there are."""
+
+    shape: torch.Size
+    dims: tuple[int, ...]
+    count: int
+
+
+def _by_layer(joined: Tensor, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    parts = torch.split(joined, [layer.channels for layer in layers], dim=1)
+    return {layer.name: part for layer, part in zip(layers, parts, strict=True)}
