@@ -1,0 +1,204 @@
+"""What a method is: it learns from what a protocol gives it, then scores sets of images, higher = more OOD.
+
+A method says what it reads of a set; it sees sets through `View`s that refuse everything else, so that what a method
+needs is true by construction. Channel means, logits and features come from one cached forward pass per image; a method
+that needs gradients or other passes gets the model and the pixels. Measuring and caching are not a method's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from neuralmean.bench.baselines.measure import Meter
+from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.bench.features import Features
+from neuralmean.bench.models import TrainedModel
+from neuralmean.errors import InputError
+from neuralmean.layers import Layer
+
+Read = Literal["means", "variances", "logits", "feature", "labels", "images"]
+
+
+class Reader(Protocol):
+    """Where a view gets the features of an image set from: the cache, or a forward pass now."""
+
+    def __call__(self, images: ImageSet, *, variance: bool) -> Features:
+        """Return the features of all of `images`."""
+
+
+class View:
+    """What a method sees of a set of images: only what it said it reads.
+
+    Args:
+        trained: The model.
+        images: The set that the images belong to.
+        rows: The images in use; None for all.
+        reads: What the method said it reads.
+        reader: Where features come from.
+        meter: Counts the forward passes.
+    """
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        images: ImageSet,
+        rows: npt.NDArray[np.int64] | None,
+        *,
+        reads: frozenset[Read],
+        reader: Reader,
+        meter: Meter,
+    ) -> None:
+        self._trained, self._images, self._rows = trained, images, rows
+        self._reads, self._reader, self._meter = reads, reader, meter
+        self._features: Features | None = None
+
+    def __len__(self) -> int:
+        return len(self._images) if self._rows is None else len(self._rows)
+
+    @property
+    def means(self) -> Tensor:
+        """Channel means, shape (N, D)."""
+        self._check("means")
+        return self._pick(self._read().means)
+
+    @property
+    def variances(self) -> Tensor:
+        """Channel variances, shape (N, D)."""
+        self._check("variances")
+        return self._pick(self._there(self._read().variances, "variances"))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that the columns of `means` and `variances` belong to."""
+        self._check("means")
+        return self._read().layers
+
+    @property
+    def logits(self) -> Tensor:
+        """The model's logits, shape (N, K)."""
+        self._check("logits")
+        return self._pick(self._there(self._read().logits, "logits"))
+
+    @property
+    def feature(self) -> Tensor:
+        """The input of the model's last linear layer, shape (N, F)."""
+        self._check("feature")
+        return self._pick(self._there(self._read().feature, "feature"))
+
+    @property
+    def labels(self) -> Tensor:
+        """Class of each image, shape (N,)."""
+        self._check("labels")
+        if self._images.labels is None:
+            raise InputError(f"Expected the set {self._images.name!r} to have labels, but it has none.")
+        return self._pick(torch.from_numpy(self._images.labels))
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """The images as they are, uint8, shape (N, 32, 32, 3)."""
+        self._check("images")
+        return self._images.images if self._rows is None else self._images.images[self._rows]
+
+    def batches(self, size: int = 100) -> Iterator[Tensor]:
+        """Yield the images as the model wants them, shape (size, 3, 32, 32), on the model's device."""
+        pixels = self.pixels
+        device = next((parameter.device for parameter in self._trained.model.parameters()), torch.device("cpu"))
+        for start in range(0, len(pixels), size):
+            yield self._trained.preprocess(pixels[start : start + size]).to(device)
+
+    def _read(self) -> Features:
+        if self._features is None:
+            with self._meter.reading():
+                self._features = self._reader(self._images, variance="variances" in self._reads)
+            self._meter.count_cached(len(self), self._features.seconds * len(self) / len(self._features))
+        return self._features
+
+    def _pick(self, values: Tensor) -> Tensor:
+        return values if self._rows is None else values[torch.from_numpy(self._rows)]
+
+    def _check(self, what: Read) -> None:
+        if what not in self._reads:
+            raise InputError(
+                f"Expected a method to use only what it says it reads ({sorted(self._reads)}), but it asked for {what!r}. "
+                f"Add {what!r} to its `reads`."
+            )
+
+    def _there(self, values: Tensor | None, what: str) -> Tensor:
+        if values is None:
+            raise InputError(
+                f"Expected {self._trained.name!r} to have a class head, but it has none: there are no {what}. "
+                "Use a method that needs none."
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method gets to learn from.
+
+    Attributes:
+        trained: The model with its preprocessing; a method that changes weights works on a copy.
+        inliers: In-distribution images.
+        outliers: OOD images as the protocol gives them: real ones, or crafted ones in the zero-shot protocol; None for
+            a method that does not use any.
+        seed: Seed of all randomness.
+        scratch: A folder of the method's own, for checkpoints of long fits; None where there is no cache.
+    """
+
+    trained: TrainedModel
+    inliers: View
+    outliers: View | None
+    seed: int
+    scratch: Path | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, in eval mode."""
+        return self.trained.model
+
+
+class Method:
+    """Base of every method. A subclass sets the attributes and implements `fit`, where there is one, and `score`.
+
+    Attributes:
+        name: What it is called in rows and on the command line.
+        title: What it is called in tables.
+        paper: Where it comes from.
+        reads: What it reads of a set.
+        uses_inliers: Whether `fit` learns from in-distribution images.
+        uses_outliers: Whether `fit` learns from, or tunes on, OOD images.
+        uses_gradients: Whether scoring takes gradients.
+        fine_tunes: Whether `fit` trains a copy of the model.
+        heavy: Whether a fit takes minutes rather than seconds.
+        version: Raise it when scores change, so that kept ones are not used.
+    """
+
+    name: str
+    title: str
+    paper: str
+    reads: frozenset[Read] = frozenset()
+    uses_inliers: bool = True
+    uses_outliers: bool = False
+    uses_gradients: bool = False
+    fine_tunes: bool = False
+    heavy: bool = False
+    version: int = 1
+
+    def fit(self, context: Context) -> None:
+        """Learn from what the protocol gives; nothing, unless a method says otherwise."""
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        raise NotImplementedError
+
+    def suits(self, trained: TrainedModel) -> bool:
+        """Whether the method can work with the model; most need no more than what they read."""
+        return trained.num_classes > 0 or not {"logits", "feature"} & self.reads

@@ -1,0 +1,103 @@
+"""The library's own scorers as methods: Ours-Avg, Ours-LR and Ours-MLP of the paper, and what goes beyond it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from neuralmean.bench.baselines.base import Context, Method, Read, View
+from neuralmean.discrepancy import Statistic, discrepancy
+from neuralmean.errors import NotFittedError
+from neuralmean.fitting import fit_scorer, needs_of, score_rows
+from neuralmean.layers import has_running_mean
+from neuralmean.moments import Moments
+from neuralmean.reference import Reference
+from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
+
+PAPER = "Dong et al., Neural Mean Discrepancy for Efficient Out-of-Distribution Detection, CVPR 2022"
+_TITLES = {
+    "average": ("ours-avg", "Ours-Avg"),
+    "logistic": ("ours-lr", "Ours-LR"),
+    "mlp": ("ours-mlp", "Ours-MLP"),
+    "typicality": ("ours-id", "Ours (ID only)"),
+}
+
+
+class NeuralMean(Method):
+    """A scorer of the library on the discrepancy vector of one statistic.
+
+    The reference is the batch-norm buffers where every watched layer has them (the paper's Eq. 7), else the mean over
+    the in-distribution images of the fit (Eq. 4).
+
+    Args:
+        scorer: Name of the scorer.
+        statistic: `"mean"` (NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
+    """
+
+    paper = PAPER
+
+    def __init__(self, scorer: str, *, statistic: Statistic = "mean") -> None:
+        self._scorer: Scorer = make_scorer(scorer)
+        self._statistic = statistic
+        name, title = _TITLES.get(scorer, (f"ours-{scorer}", f"Ours ({scorer})"))
+        self.name, self.title = name, title
+        if statistic != "mean":
+            suffix = {"variance": "nvd", "both": "nmd+nvd"}[statistic]
+            self.name, self.title = f"{name}-{suffix}", f"{title} ({suffix.upper()})"
+        needs = needs_of(self._scorer)
+        reads: set[Read] = {"means"}
+        reads |= {"variances"} if statistic != "mean" else set()
+        reads |= {"logits"} if "output" in needs else set()
+        reads |= {"feature"} if "feature" in needs else set()
+        self.reads = frozenset(reads)
+        self.uses_outliers = bool(getattr(self._scorer, "uses_outliers", False))
+        self._reference: Reference | None = None
+        self._scale: Moments | None = None
+
+    @property
+    def scorer(self) -> Scorer:
+        """The scorer inside."""
+        return self._scorer
+
+    def fit(self, context: Context) -> None:
+        """Fit the scorer on the vectors of the images."""
+        self._reference = self._make_reference(context)
+        self._scale = None
+        if self._statistic == "both":
+            self._scale = Moments.of(self._raw(context.inliers))
+        outliers = None if context.outliers is None else self._observe(context.outliers)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(context.seed)
+            fit_scorer(self._scorer, self._observe(context.inliers), outliers)
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        return score_rows(self._scorer, self._observe(examples))
+
+    def _make_reference(self, context: Context) -> Reference:
+        view = context.inliers
+        names = [layer.name for layer in view.layers]
+        if all(has_running_mean(context.model.get_submodule(name)) for name in names):
+            return Reference.from_batchnorm(context.model, names)
+        return Reference.of_statistics(view.layers, view.means, self._variances(view))
+
+    def _variances(self, view: View) -> Tensor | None:
+        return view.variances if "variances" in self.reads else None
+
+    def _raw(self, view: View) -> Tensor:
+        if self._reference is None:
+            raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
+        return discrepancy(view.means, self._variances(view), self._reference, self._statistic)
+
+    def _observe(self, view: View) -> Observation:
+        vector = self._raw(view)
+        if self._scale is not None:
+            vector = ((vector - self._scale.mean) / self._scale.std.clamp_min(1e-12)).to(vector.dtype)
+        output = view.logits if "logits" in self.reads else None
+        feature = view.feature if "feature" in self.reads else None
+        return Observation(vector, output, feature)
+
+
+def scorers_known() -> list[str]:
+    """Scorers of the library that have a place in the benchmark, in the order of the paper."""
+    return [name for name in _TITLES if name in SCORERS]

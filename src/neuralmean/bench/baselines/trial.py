@@ -1,0 +1,160 @@
+"""One method under one protocol: fit, score, measure, and keep the scores so that nothing is computed twice.
+
+Kept scores belong to everything they depend on, the library's own source code included: an edit anywhere in it makes
+them unknown, while features, which cost the most, stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+import neuralmean
+from neuralmean.bench.baselines.base import Context, Method, Reader, View
+from neuralmean.bench.baselines.measure import Cost, metered
+from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.protocols import Draw, EvalSet, FitSet
+from neuralmean.errors import InputError, NeuralMeanWarning
+from neuralmean.files import write_atomically
+from neuralmean.fingerprint import fingerprint
+
+Scores = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of one set, (N,), higher = more OOD, and what they cost."""
+
+    scores: Scores
+    fit: Cost
+    score: Cost
+
+
+def fit_method(method: Method, trained: TrainedModel, draw: Draw, reader: Reader, scratch: Path | None = None) -> Cost:
+    """Fit `method` on what the protocol gives it and return the cost.
+
+    Only a `Draw` can be fitted on, a draw holds `FitSet`s, and a `FitSet` holds no test image.
+    """
+    with metered(trained.model) as watch:
+
+        def view(images: FitSet) -> View:
+            return View(trained, images.source, images.rows, reads=method.reads, reader=reader, meter=watch.meter)
+
+        outliers = view(draw.outliers) if method.uses_outliers else None
+        method.fit(Context(trained, view(draw.inliers), outliers, draw.seed, scratch))
+    return watch.cost
+
+
+def score_set(method: Method, trained: TrainedModel, images: EvalSet, reader: Reader) -> tuple[Scores, Cost]:
+    """Score every image of a set with a fitted method."""
+    with metered(trained.model) as watch:
+        view = View(trained, images.source, None, reads=method.reads, reader=reader, meter=watch.meter)
+        scores = method.score(view)
+    if not isinstance(scores, Tensor) or scores.shape != (len(images),):
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(f"Expected {method.name!r} to return a tensor of shape ({len(images)},), but got {got}.")
+    return scores.detach().cpu().double().numpy(), watch.cost
+
+
+def run_trial(
+    make: Callable[[], Method],
+    trained: TrainedModel,
+    draw: Draw,
+    judged: Sequence[EvalSet],
+    reader: Reader,
+    *,
+    cache: Path | None = None,
+) -> list[Scored]:
+    """Fit a new method once and score every set of `judged`; what is in the cache is not computed again.
+
+    Args:
+        make: Makes the method.
+        trained: The model.
+        draw: What to fit on.
+        judged: The sets to score.
+        reader: Where features come from.
+        cache: A folder to keep scores in; None keeps none.
+    """
+    method = make()
+    paths = [None if cache is None else cache / f"{_key(method, trained, draw, one)}.npz" for one in judged]
+    found = [None if path is None else _load(path, len(one)) for path, one in zip(paths, judged, strict=True)]
+    if all(scored is not None for scored in found):
+        return [scored for scored in found if scored is not None]
+    scratch = None if cache is None else cache.parent / "scratch" / _fit_key(method, trained, draw)
+    cost = fit_method(method, trained, draw, reader, scratch)
+    results = []
+    for path, one, old in zip(paths, judged, found, strict=True):
+        if old is None:
+            scores, score_cost = score_set(method, trained, one, reader)
+            old = Scored(scores, cost, score_cost)
+            if path is not None:
+                _save(path, old)
+        results.append(old)
+    return results
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """Digest of the library's source, the commands and reports left out."""
+    root = Path(neuralmean.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root).as_posix()
+        if not inside.startswith(("cli", "bench/experiments", "bench/report", "bench/train", "service", "report")):
+            digest.update(inside.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _fit_key(method: Method, trained: TrainedModel, draw: Draw) -> str:
+    facts = [
+        code_digest(),
+        method.name,
+        method.version,
+        trained.name,
+        fingerprint(trained.model),
+        [*trained.mean, *trained.std],
+        draw.inliers.digest() if method.uses_inliers else None,
+        draw.outliers.digest() if method.uses_outliers else None,
+        draw.seed if method.uses_inliers or method.uses_outliers else None,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _key(method: Method, trained: TrainedModel, draw: Draw, judged: EvalSet) -> str:
+    return hashlib.sha256(f"{_fit_key(method, trained, draw)} {judged.digest()}".encode()).hexdigest()[:32]
+
+
+def _save(path: Path, scored: Scored) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    costs = json.dumps([asdict(scored.fit), asdict(scored.score)])
+    with write_atomically(path) as handle:
+        np.savez(handle, scores=scored.scores, costs=np.array(costs))
+
+
+def _load(path: Path, count: int) -> Scored | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as held:  # a zip file: every member carries a checksum
+            scores, costs = held["scores"], json.loads(str(held["costs"]))
+        if scores.shape != (count,):
+            raise ValueError(f"{scores.shape} scores for {count} images")
+        fit, score = (Cost(**cost) for cost in costs)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        warnings.warn(
+            f"The scores kept in {str(path)!r} are damaged ({error}): they are computed again.",
+            NeuralMeanWarning,
+            stacklevel=3,
+        )
+        return None
+    return Scored(scores, fit, score)

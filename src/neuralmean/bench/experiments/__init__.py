@@ -1,0 +1,147 @@
+"""The paper's tables and figures as experiments, by name: what each needs, whether it is here, and how to run it.
+
+To add one (an ablation, say), write a file with a subclass of `Experiment` and list it in `_EXPERIMENTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuralmean.bench.experiments.base import Case, Experiment
+from neuralmean.bench.experiments.batch_size import BatchSize
+from neuralmean.bench.experiments.few_shot import FewShot
+from neuralmean.bench.experiments.full_access import FullAccess
+from neuralmean.bench.experiments.inputs import Inputs
+from neuralmean.bench.experiments.latency import Latency
+from neuralmean.bench.experiments.layers import Layers
+from neuralmean.bench.experiments.more_datasets import MoreDatasets
+from neuralmean.bench.experiments.statistical import Statistical
+from neuralmean.bench.experiments.transfer import Transfer
+from neuralmean.bench.experiments.untrained import Untrained
+from neuralmean.bench.experiments.variance import Variance
+from neuralmean.bench.experiments.workbench import Workbench
+from neuralmean.bench.experiments.zero_shot import ZeroShot
+from neuralmean.bench.models.registry import suggestion
+from neuralmean.bench.results import Results, Row
+from neuralmean.errors import InputError
+
+__all__ = ["Availability", "Case", "Experiment", "available", "get", "names", "run"]
+
+_EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        Statistical(),
+        FullAccess(),
+        ZeroShot(),
+        FewShot(),
+        Transfer(),
+        MoreDatasets(),
+        Latency(),
+        Layers(),
+        Variance(),
+        BatchSize(),
+        Untrained(),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether an experiment can be run with what is here.
+
+    Attributes:
+        name: Name of the experiment.
+        title: One line on it.
+        reference: Where it stands in the paper.
+        ready: The cases that can be run, such as "ResNet-56 on CIFAR-10".
+        missing: What the paper's other cases would need.
+    """
+
+    name: str
+    title: str
+    reference: str
+    ready: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def names() -> list[str]:
+    """Names of all experiments, in the order of the paper."""
+    return list(_EXPERIMENTS)
+
+
+def get(name: str) -> Experiment:
+    """Look an experiment up by its name."""
+    if name not in _EXPERIMENTS:
+        raise InputError(f"Expected the name of an experiment, but got {name!r}. {suggestion(name, _EXPERIMENTS)}")
+    return _EXPERIMENTS[name]
+
+
+def available(data_root: Path | str, weights_root: Path | str) -> list[Availability]:
+    """Say for every experiment what can be run with the data and weights in two folders, and what is missing."""
+    inputs = Inputs(data_root, weights_root)
+    found = []
+    for experiment in _EXPERIMENTS.values():
+        ready = experiment.runnable(inputs)
+        lacks: dict[str, None] = {}  # a set that keeps its order
+        for case in experiment.cases:
+            lacks.update(dict.fromkeys(case.missing(inputs)))
+            lacks.update(dict.fromkeys(f"data {name}" for name in case.oods if not inputs.has_set(name)))
+        found.append(
+            Availability(experiment.name, experiment.title, experiment.reference, tuple(map(str, ready)), tuple(lacks))
+        )
+    return found
+
+
+def run(
+    names: Sequence[str] | None = None,
+    *,
+    data: Path | str,
+    weights: Path | str,
+    out: Path | str,
+    cache: Path | str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    methods: Sequence[str] | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """Run experiments and add their rows to a results file; rows that are already there are not computed again.
+
+    Args:
+        names: Experiments; None for all that data and weights allow.
+        data: Folder of the image sets.
+        weights: Folder of the weights.
+        out: The results file, written anew after every row.
+        cache: Folder of features and scores; None puts it beside `out`.
+        limit: At most so many images of every set, for a quick look.
+        seed: Seed of draws and fits.
+        methods: Methods to run; None for all that an experiment compares, `["quick"]` for those without fine-tuning.
+        announce: Called with a line of text before each case, such as "few-shot: ResNet-56 on CIFAR-10 (3 of 25)".
+
+    Returns:
+        All rows of the file.
+
+    Raises:
+        InputError: An unknown name, a missing folder, or an experiment by name for which nothing is here.
+    """
+    chosen = [get(name) for name in (list(_EXPERIMENTS) if names is None else names)]
+    inputs = Inputs(data, weights)
+    out = Path(out)
+    folder = out.parent / f".{out.stem}-cache" if cache is None else Path(cache)
+    bench = Workbench(inputs, Results(out), folder, limit=limit, seed=seed, methods=methods)
+    work: list[tuple[Experiment, Case]] = []
+    for experiment in chosen:
+        ready = experiment.runnable(inputs)
+        if not ready and names is not None:
+            lacks = experiment.cases[0].missing(inputs)
+            raise InputError(
+                f"Expected data and weights for the experiment {experiment.name!r}, but these are missing: "
+                f"{', '.join(lacks)}. `nmd bench list` shows what is here."
+            )
+        work += [(experiment, case) for case in ready]
+    for number, (experiment, case) in enumerate(work, start=1):
+        if announce is not None:
+            announce(f"{experiment.name}: {case} ({number} of {len(work)})")
+        experiment.run(bench, case)
+    return list(bench.results)

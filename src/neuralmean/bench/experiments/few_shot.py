@@ -1,0 +1,15 @@
+"""Figure 6: 25 ID and 25 OOD images to learn from, CIFAR-10 as ID; ten draws."""
+
+from neuralmean.bench.experiments.base import ALL_OODS, TABLE_MODELS, cases
+from neuralmean.bench.experiments.tables import TableExperiment
+
+
+class FewShot(TableExperiment):
+    """Mean and spread over the draws."""
+
+    name = "few-shot"
+    title = "25 ID and 25 OOD images to learn from"
+    reference = "Figure 6"
+    protocol = "few-shot"
+    cases = cases(TABLE_MODELS, "cifar10", ALL_OODS)
+    methods = ("odin", "mahalanobis", "gram", "energy", "ours-avg", "ours-lr", "ours-mlp", "ours-id")

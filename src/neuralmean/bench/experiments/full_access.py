@@ -1,0 +1,28 @@
+"""Figure 4: methods that learn from ID and OOD images, CIFAR-10 as ID."""
+
+from neuralmean.bench.experiments.base import ALL_OODS, TABLE_MODELS, cases
+from neuralmean.bench.experiments.tables import TableExperiment
+
+
+class FullAccess(TableExperiment):
+    """Every OOD set's own train images are there."""
+
+    name = "full-access"
+    title = "ID and OOD images to learn from"
+    reference = "Figure 4"
+    protocol = "full-access"
+    cases = cases(TABLE_MODELS, "cifar10", ALL_OODS)
+    methods = (
+        "msp",
+        "odin",
+        "energy",
+        "mahalanobis",
+        "oe",
+        "energy-ft",
+        "acet",
+        "good",
+        "ours-avg",
+        "ours-lr",
+        "ours-mlp",
+        "ours-id",
+    )

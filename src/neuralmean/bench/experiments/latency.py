@@ -1,0 +1,167 @@
+"""Figure 1 and table 5: time to fit and time for one image, CIFAR-10 against CIFAR-100.
+
+One image is timed from its pixels to its score, in turn with a plain forward pass of the same image, so that what else
+the machine does hits both alike. Nothing comes from the cache except the features of the images that are fitted on.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from neuralmean.bench import baselines, protocols
+from neuralmean.bench.baselines.base import Method, Read
+from neuralmean.bench.baselines.trial import Scored, fit_method, score_set
+from neuralmean.bench.data import ImageSet
+from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
+from neuralmean.bench.experiments.workbench import Workbench, summarise
+from neuralmean.bench.features import Features
+from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.protocols import Draw, EvalSet
+from neuralmean.bench.results import Row
+from neuralmean.data import Batch
+from neuralmean.layers import select_layers
+from neuralmean.recorder import Recorder, find_head
+from neuralmean.reference import join_layers
+
+REPEATS = 200
+WARM_UP = 5
+ENOUGH_SECONDS = 20.0
+AT_LEAST = 10
+
+
+class Latency(Experiment):
+    """Every method's fit and single-image time, as a ratio to the plain forward pass."""
+
+    name = "latency"
+    title = "Time to fit, time for one image"
+    reference = "Figure 1, Table 5 (appendix)"
+    cases = cases(RESIDUAL, "cifar10", ("cifar100",))
+    first_only = True
+    methods = (
+        "msp",
+        "energy",
+        "gram",
+        "mahalanobis",
+        "odin",
+        "g-odin",
+        "oe",
+        "good",
+        "acet",
+        "energy-ft",
+        "knn",
+        "vim",
+        "ours-avg",
+        "ours-lr",
+        "ours-mlp",
+        "ours-id",
+    )
+
+    def run(self, bench: Workbench, case: Case) -> None:
+        """Fit every method anew under full access, judge it, and time single images."""
+        trained = bench.inputs.trained(case.model, case.id)
+        inside, outside = (bench.judge_set(name, case.model) for name in (case.id, case.oods[0]))
+        inliers, outliers = (
+            bench.fit_set(one.name, case.model, apart_from=[inside, outside]) for one in (inside, outside)
+        )
+        draw = protocols.full_access(inliers, outliers, seed=bench.seed)[0]
+        facts = {"experiment": self.name, "model": case.model, "id": case.id}
+        for name in bench.methods(self.methods):
+            if not baselines.make(name).suits(trained):
+                continue
+            row = bench.blank(facts, outside.name, name, [draw], [inside, outside], trained)
+            if bench.results.find(row) is None:
+                self._measure(bench, row, trained, draw, inside, outside)
+
+    def _measure(
+        self, bench: Workbench, row: Row, trained: TrainedModel, draw: Draw, inside: EvalSet, outside: EvalSet
+    ) -> None:
+        method, read = baselines.make(row["method"]), bench.reader(trained)
+        fit = fit_method(method, trained, draw, read)
+        scored = [
+            Scored(scores, fit, cost)
+            for scores, cost in (score_set(method, trained, one, read) for one in (inside, outside))
+        ]
+        row.update(summarise([(scored[0], scored[1])], seed=bench.seed))
+        row.update(time_single(method, trained, inside.source))
+        row.update(uses_gradients=method.uses_gradients, fine_tunes=method.fine_tunes)
+        bench.results.add(row)
+
+
+def time_single(method: Method, trained: TrainedModel, images: ImageSet, *, repeats: int = REPEATS) -> Row:
+    """Median milliseconds for one image, by `method` and by the plain model.
+
+    Args:
+        method: A fitted method.
+        trained: The model.
+        images: Where the images come from.
+        repeats: How many images; fewer for a method that takes long.
+    """
+    reader = LiveReader(trained, method.reads)
+    singles = [EvalSet(images.take(slice(i, i + 1))) for i in range(min(len(images), repeats + WARM_UP))]
+    plain: list[float] = []
+    own: list[float] = []
+    begun = time.perf_counter()
+    for number, one in enumerate(singles):
+        base = _clock(lambda one=one: _plain(trained, one.source))  # type: ignore[misc]
+        cost = _clock(lambda one=one: score_set(method, trained, one, reader))  # type: ignore[misc]
+        if number >= WARM_UP:
+            plain.append(base)
+            own.append(cost)
+        if len(own) >= AT_LEAST and time.perf_counter() - begun > ENOUGH_SECONDS:
+            break
+    ratio = statistics.median(mine / base for mine, base in zip(own, plain, strict=True))
+    return {
+        "latency_ms": round(1000 * statistics.median(own), 3),
+        "plain_ms": round(1000 * statistics.median(plain), 3),
+        "ratio": round(ratio, 3),
+        "repeats": len(own),
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, torch {torch.__version__}",
+    }
+
+
+class LiveReader:
+    """Runs the model now, recording no more than what a method reads.
+
+    Args:
+        trained: The model.
+        reads: What the method reads.
+    """
+
+    def __init__(self, trained: TrainedModel, reads: frozenset[Read]) -> None:
+        self._trained, self._reads = trained, reads
+        self._layers = select_layers(trained.model) if {"means", "variances"} & reads else ()
+        self._recorder: Recorder | None = None
+
+    def __call__(self, images: ImageSet, *, variance: bool) -> Features:
+        """Return the features of `images`."""
+        begun = time.perf_counter()
+        batch = Batch((self._trained.preprocess(images.images),))
+        with torch.no_grad():
+            if self._recorder is None and not self._layers and "feature" not in self._reads:
+                logits = self._trained.model(batch.first)
+                return Features((), torch.zeros(len(images), 0), None, logits, None, time.perf_counter() - begun)
+            if self._recorder is None:
+                wants_head = bool({"logits", "feature"} & self._reads)
+                head = find_head(self._trained.model, batch) if wants_head else None
+                self._recorder = Recorder(self._trained.model, self._layers, variance=variance, head=head)
+            held = self._recorder(batch, name=images.name)
+        means = join_layers(held.means, self._layers) if self._layers else torch.zeros(len(images), 0)
+        variances = join_layers(held.variances, self._layers) if variance else None
+        return Features(self._layers, means, variances, held.logits, held.feature, time.perf_counter() - begun)
+
+
+def _plain(trained: TrainedModel, images: ImageSet) -> None:
+    with torch.no_grad():
+        trained.model(trained.preprocess(images.images))
+
+
+def _clock(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun

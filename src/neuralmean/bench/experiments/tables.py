@@ -1,0 +1,50 @@
+"""The experiments that are tables of methods: the same loop under another protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from neuralmean.bench import protocols
+from neuralmean.bench.experiments.base import Case, Experiment
+from neuralmean.bench.experiments.workbench import Workbench
+from neuralmean.bench.protocols import Draw, EvalSet, FitSet, Protocol
+
+
+class TableExperiment(Experiment):
+    """Methods x OOD sets for each case, under one protocol.
+
+    Attributes:
+        protocol: The protocol.
+        transfer_from: The OOD set that the transfer protocol learns from.
+    """
+
+    protocol: Protocol
+    transfer_from: str = "cifar100"
+
+    def run(self, bench: Workbench, case: Case) -> None:
+        """Measure every method on every OOD set that is there."""
+        inside = bench.judge_set(case.id, case.model)
+        outside = [bench.judge_set(name, case.model) for name in case.present(bench.inputs)]
+        judged = [inside, *outside]
+        inliers = bench.fit_set(case.id, case.model, apart_from=judged)
+        facts = {"experiment": self.name, "model": case.model, "id": case.id}
+        for draws, against in self._draws(bench, case, inliers, outside, judged):
+            for method in bench.methods(self.methods):
+                bench.compare(facts, method, draws, inside, against)
+
+    def _draws(
+        self, bench: Workbench, case: Case, inliers: FitSet, outside: Sequence[EvalSet], judged: Sequence[EvalSet]
+    ) -> list[tuple[list[Draw], list[EvalSet]]]:
+        """What to fit on, and which OOD sets to judge by then."""
+        if self.protocol == "zero-shot":
+            return [(protocols.zero_shot(inliers, seed=bench.seed), list(outside))]
+        if self.protocol == "transfer":
+            outliers = bench.fit_set(self.transfer_from, case.model, apart_from=judged)
+            names = [one.name for one in outside]
+            return [(protocols.transfer(inliers, outliers, tested_on=names, seed=bench.seed), list(outside))]
+        draw = protocols.few_shot if self.protocol == "few-shot" else protocols.full_access
+        pairs = []
+        for one in outside:
+            outliers = bench.fit_set(one.name, case.model, apart_from=judged)
+            pairs.append((draw(inliers, outliers, seed=bench.seed), [one]))
+        return pairs

@@ -1,0 +1,230 @@
+"""Where experiments do their work: gets sets and models ready, runs methods, turns scores into rows, skips what is done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neuralmean import metrics
+from neuralmean.bench import baselines
+from neuralmean.bench.baselines.base import Method, Reader
+from neuralmean.bench.baselines.trial import Scored, run_trial
+from neuralmean.bench.data import ImageSet
+from neuralmean.bench.experiments.inputs import Inputs
+from neuralmean.bench.features import Features, Store
+from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.protocols import Draw, EvalSet, FitSet
+from neuralmean.bench.results import Results, Row, make_row
+from neuralmean.errors import InputError
+from neuralmean.fingerprint import fingerprint
+
+RESAMPLES = 200
+_FIGURES = ("auroc", "tnr95", "accuracy", "aupr_id", "aupr_ood")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many images of a set are used at most."""
+
+    fit: int
+    judge: int
+
+
+# Sized so that everything in one go takes less than an hour on two cores: DenseNet-100 does some 70 images a second.
+SIZES = {
+    "densenet100": Sizes(fit=4000, judge=5000),
+    "wideresnet28-10": Sizes(fit=2000, judge=2000),
+    "resnet20": Sizes(fit=5000, judge=10_000),
+    "resnet32": Sizes(fit=5000, judge=10_000),
+    "resnet44": Sizes(fit=5000, judge=10_000),
+    "convnet4": Sizes(fit=5000, judge=10_000),
+}
+USUAL = Sizes(fit=10_000, judge=10_000)
+
+
+class Workbench:
+    """Holds what the experiments of one run share.
+
+    Args:
+        inputs: Sets and models.
+        results: Where rows go.
+        cache: Folder of features and scores.
+        limit: At most so many images of every set, for a quick look; None for the usual sizes.
+        seed: Seed of draws and fits.
+        methods: Names of methods to run; None for all that an experiment offers.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        results: Results,
+        cache: Path | str,
+        *,
+        limit: int | None = None,
+        seed: int = 0,
+        methods: Sequence[str] | None = None,
+    ) -> None:
+        if limit is not None and limit < 50:
+            raise InputError(f"Expected `limit` to be None or at least 50 images a set, but got {limit!r}.")
+        self.inputs, self.results, self.cache = inputs, results, Path(cache)
+        self.limit, self.seed = limit, seed
+        self._methods = None if methods is None else list(methods)
+        self.store = Store(self.cache / "features")
+        self._limited: dict[tuple[str, str, int], ImageSet] = {}
+
+    def methods(self, offered: Sequence[str]) -> list[str]:
+        """Which of the methods that an experiment offers are to run."""
+        return baselines.resolve(self._methods, list(offered))
+
+    def reader(self, trained: TrainedModel) -> Reader:
+        """Features of a model from the cache."""
+
+        def read(images: ImageSet, *, variance: bool) -> Features:
+            return self.store.read(trained, images, variance=variance)
+
+        return read
+
+    def judge_set(self, name: str, model: str) -> EvalSet:
+        """The test images of a set, as many as the model's size allows."""
+        return EvalSet(self._limit(name, "test", SIZES.get(model, USUAL).judge))
+
+    def fit_set(self, name: str, model: str, *, apart_from: Sequence[EvalSet], at_most: int | None = None) -> FitSet:
+        """The images of a set that may be learnt from, none of them in the sets that are judged."""
+        size = SIZES.get(model, USUAL).fit
+        return FitSet.of(self._limit(name, "fit", min(size, at_most or size)), apart_from=apart_from)
+
+    def _limit(self, name: str, part: str, size: int) -> ImageSet:
+        size = size if self.limit is None else min(size, self.limit)
+        if (name, part, size) not in self._limited:
+            whole = self.inputs.fit_part(name) if part == "fit" else self.inputs.test_part(name)
+            self._limited[name, part, size] = whole.limit(size)
+        return self._limited[name, part, size]
+
+    def trial(
+        self, make: Callable[[], Method], trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]
+    ) -> list[Scored]:
+        """Fit a method and score sets, from the cache where possible."""
+        return run_trial(make, trained, draw, judged, self.reader(trained), cache=self.cache / "scores")
+
+    def fresh_trial(self, method: Method, trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]) -> list[Scored]:
+        """Fit this very method now and score sets; only features come from the cache."""
+        return run_trial(lambda: method, trained, draw, judged, self.reader(trained))
+
+    def compare(
+        self,
+        facts: Mapping[str, Any],
+        method: str,
+        draws: Sequence[Draw],
+        inside: EvalSet,
+        outside: Sequence[EvalSet],
+    ) -> None:
+        """Add a row for each OOD set that has none yet: one method, fitted on each of the draws.
+
+        Args:
+            facts: `experiment`, `model` and `id` of the rows.
+            method: Name of the method.
+            draws: What it is fitted on, in turn.
+            inside: ID test images.
+            outside: OOD test images, one row each.
+        """
+        trained = self.inputs.trained(facts["model"], facts["id"])
+        if not baselines.make(method).suits(trained):
+            return
+        waiting = []
+        for one in outside:
+            row = self.blank(facts, one.name, method, draws, [inside, one], trained)
+            if self.results.find(row) is None:
+                waiting.append((one, row))
+        if not waiting:
+            return
+        judged = [inside, *(one for one, _ in waiting)]
+        trials = [self.trial(lambda: baselines.make(method), trained, draw, judged) for draw in draws]
+        for place, (_, row) in enumerate(waiting, start=1):
+            pairs = [(scored[0], scored[place]) for scored in trials]
+            self.results.add({**row, **summarise(pairs, seed=self.seed)})
+
+    def blank(
+        self,
+        facts: Mapping[str, Any],
+        ood: str,
+        method: str,
+        draws: Sequence[Draw],
+        judged: Sequence[EvalSet],
+        trained: TrainedModel,
+        **extra: Any,
+    ) -> Row:
+        """Return a row without figures: what it is about, and a digest of everything it is made of."""
+        first = draws[0]
+        kind = baselines.make(method)
+        inputs = [fingerprint(trained.model), kind.version, *(one.digest() for one in judged)]
+        for draw in draws:
+            inputs += [draw.inliers.digest(), draw.outliers.digest() if kind.uses_outliers else ""]
+        columns = {
+            **facts,
+            "ood": ood,
+            "method": method,
+            "protocol": first.protocol,
+            "auroc": None,
+            "tnr95": None,
+            "accuracy": None,
+            "n_id": len(judged[0]),
+            "n_ood": len(judged[-1]),
+            "seed": self.seed,
+            "seconds": None,
+        }
+        return make_row(
+            columns,
+            n_fit_id=len(first.inliers) if kind.uses_inliers else 0,
+            n_fit_ood=len(first.outliers) if kind.uses_outliers else 0,
+            fit_ood=first.outliers.name if kind.uses_outliers else None,
+            draws=len(draws),
+            weights=self._weights_name(trained, facts),
+            limit=self.limit,
+            inputs=hashlib.sha256(repr(inputs).encode()).hexdigest()[:16],
+            **extra,
+        )
+
+    def _weights_name(self, trained: TrainedModel, facts: Mapping[str, Any]) -> str:
+        if "untrained" in trained.metadata:
+            return f"random, seed {trained.metadata['untrained']}"
+        return self.inputs.weights[facts["model"], facts["id"]].name
+
+
+def summarise(pairs: Sequence[tuple[Scored, Scored]], *, seed: int) -> dict[str, Any]:
+    """Figures of one row from the scores of ID and OOD images, one pair for each draw.
+
+    With one draw the figures come with a bootstrap interval, with several they are means and come with the standard
+    deviation over the draws.
+    """
+    figures = [metrics.evaluate(inside.scores, outside.scores) for inside, outside in pairs]
+    values = {name: [getattr(one, name) for one in figures] for name in _FIGURES}
+    summary: dict[str, Any] = {name: round(float(np.mean(values[name])), 3) for name in _FIGURES}
+    if len(pairs) == 1:
+        intervals = metrics.bootstrap(pairs[0][0].scores, pairs[0][1].scores, resamples=RESAMPLES, seed=seed)
+        for name in ("auroc", "tnr95", "accuracy"):
+            summary[f"{name}_ci"] = [round(intervals[name].low, 3), round(intervals[name].high, 3)]
+    else:
+        for name in ("auroc", "tnr95", "accuracy"):
+            summary[f"{name}_std"] = round(float(np.std(values[name], ddof=1)), 3)
+    return {**summary, **_costs(pairs)}
+
+
+def _costs(pairs: Sequence[tuple[Scored, Scored]]) -> dict[str, Any]:
+    fit = [inside.fit for inside, _ in pairs]
+    score = [one.score for pair in pairs for one in pair]
+    images = sum(len(one.scores) for pair in pairs for one in pair)
+    peaks = [cost.peak_mb for cost in (*fit, *score) if cost.peak_mb is not None]
+    fit_seconds, score_seconds = sum(cost.seconds for cost in fit), sum(cost.seconds for cost in score)
+    return {
+        "seconds": round(fit_seconds + score_seconds, 3),
+        "fit_seconds": round(fit_seconds / len(pairs), 3),
+        "score_ms_per_image": round(1000 * score_seconds / images, 4),
+        "fit_passes": sum(cost.passes for cost in fit) // len(pairs),
+        "passes_per_image": round(sum(cost.passes for cost in score) / images, 2),
+        "peak_mb": round(max(peaks), 1) if peaks else None,
+    }

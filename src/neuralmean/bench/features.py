@@ -1,0 +1,340 @@
+"""Channel statistics, logits and features of image sets, computed once and kept on disk.
+
+An entry belongs to everything that its numbers depend on: the weights, the preprocessing, the images, the layers. It is
+written part by part, each with a digest, so that one mechanism serves three needs: a killed run goes on where it stopped,
+a damaged file is noticed and only its damaged parts are computed again, and nobody reads a part that is not whole. Two
+runs at once take turns by a lock that the system releases when a process dies. Knows nothing of methods or protocols.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.bench.models import TrainedModel
+from neuralmean.data import Batch
+from neuralmean.errors import ArtefactError, NeuralMeanWarning
+from neuralmean.files import write_atomically
+from neuralmean.fingerprint import fingerprint
+from neuralmean.layers import Layer, select_layers
+from neuralmean.observer import FIND_HEAD, Observer, Rows
+from neuralmean.progress import track
+
+FORMAT = 1
+PART = 500  # images in one part of an entry
+BATCH = 100
+ARRAYS = ("means", "variances", "logits", "feature")
+_INDEX = "entry.json"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the forward passes over one image set showed; rows are images, in the order of the set.
+
+    Attributes:
+        layers: The watched layers, in the order of the columns.
+        means: Channel means, shape (N, D), float32.
+        variances: Channel variances, shape (N, D), where they were asked for.
+        logits: Shape (N, K), where the model has a class head.
+        feature: Input of that head, shape (N, F).
+        seconds: How long the forward passes took, whenever they ran.
+    """
+
+    layers: tuple[Layer, ...]
+    means: Tensor
+    variances: Tensor | None
+    logits: Tensor | None
+    feature: Tensor | None
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+
+def compute(trained: TrainedModel, images: ImageSet, *, variance: bool = False) -> Features:
+    """Run the model over `images` now and keep everything in memory: no cache."""
+    layers = select_layers(trained.model)
+    observer = Observer(trained.model, layers, variance=variance, head=FIND_HEAD)
+    begun = time.perf_counter()
+    rows = _observe(observer, trained, images, 0, len(images))
+    return Features(layers, rows.means, rows.variances, rows.output, rows.feature, seconds=time.perf_counter() - begun)
+
+
+class Store:
+    """A folder of features, each computed when it is first asked for.
+
+    Args:
+        root: The folder; made when needed. Anything in it can be deleted at any time between runs.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._open: dict[str, Features] = {}  # entries whose digests were checked by this process
+
+    def read(
+        self,
+        trained: TrainedModel,
+        images: ImageSet,
+        *,
+        layers: str | Sequence[str] | None = None,
+        variance: bool = False,
+    ) -> Features:
+        """Return the features of `images`, from the disk where they are there, else computed and kept.
+
+        Args:
+            trained: The model; its weights and its preprocessing are part of the key.
+            images: The set; its digest is part of the key.
+            layers: Dotted names or globs; None takes what `Detector` would.
+            variance: Whether variances are needed. An entry that has them also serves those who do not need them.
+        """
+        chosen = select_layers(trained.model, layers)
+        keys = {flag: _key(trained, images, chosen, flag) for flag in (False, True)}
+        if not variance and not self._has(keys[False]) and self._has(keys[True]):
+            variance = True
+        name = _name(keys[variance])
+        if name not in self._open:
+            self._open[name] = self._read(
+                _Entry(self.root / name, keys[variance], len(images)), trained, images, chosen
+            )
+        return self._open[name]
+
+    def has(self, trained: TrainedModel, images: ImageSet, *, variance: bool = False) -> bool:
+        """Whether an entry for `images` is on disk, complete or begun."""
+        return self._has(_key(trained, images, select_layers(trained.model), variance))
+
+    def _has(self, key: dict[str, Any]) -> bool:
+        return (self.root / _name(key) / _INDEX).is_file()
+
+    def _read(self, entry: _Entry, trained: TrainedModel, images: ImageSet, layers: tuple[Layer, ...]) -> Features:
+        entry.make_folder()
+        with _locked(entry.folder / "lock"):
+            entry.load()
+            missing = entry.missing()
+            if missing:
+                observer = Observer(trained.model, layers, variance=entry.key["variance"], head=FIND_HEAD)
+                what = f"{trained.name} on {images.name} ({images.split})"
+                for part in track(missing, description=what, unit="parts"):
+                    start, stop = entry.span(part)
+                    begun = time.perf_counter()
+                    rows = _observe(observer, trained, images, start, stop)
+                    entry.write(part, rows, time.perf_counter() - begun)
+            return entry.open(layers)
+
+
+class _Entry:
+    """One folder of arrays and an index with the digest of every part that is done."""
+
+    def __init__(self, folder: Path, key: dict[str, Any], rows: int) -> None:
+        self.folder, self.key, self.rows = folder, key, rows
+        self.widths: dict[str, int] = {}  # columns of each array, known after the first part
+        self.parts: list[dict[str, Any] | None] = [None] * -(-rows // PART)
+
+    def make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def span(self, part: int) -> tuple[int, int]:
+        return part * PART, min(self.rows, (part + 1) * PART)
+
+    def missing(self) -> list[int]:
+        return [index for index, part in enumerate(self.parts) if part is None]
+
+    def load(self) -> None:
+        """Take over the parts on disk whose digests are right, and say so where some are not."""
+        index = self.folder / _INDEX
+        if not index.exists():
+            return
+        held = _read_json(index)
+        wanted = {"key": self.key, "rows": self.rows, "part": PART}
+        if held is None or any(held.get(name) != value for name, value in wanted.items()):
+            self._complain("its index cannot be read")
+            return
+        self.widths, claimed = held["widths"], held["parts"]
+        try:
+            arrays = self._maps()
+        except (OSError, ValueError, EOFError) as error:
+            self.widths = {}
+            self._complain(f"{type(error).__name__}: {error}")
+            return
+        for number, part in enumerate(claimed):
+            if part is not None and self._digest(arrays, number) == part["digest"]:
+                self.parts[number] = part
+        lost = sum(part is not None for part in claimed) - sum(part is not None for part in self.parts)
+        if lost:
+            self._complain(f"{lost} of {len(claimed)} parts have another digest")
+
+    def write(self, part: int, rows: Rows, seconds: float) -> None:
+        """Put the rows of one part on disk, then say in the index that they are there."""
+        tensors = dict(zip(ARRAYS, (rows.means, rows.variances, rows.output, rows.feature), strict=True))
+        arrays = {
+            name: np.ascontiguousarray(value.float().numpy()) for name, value in tensors.items() if value is not None
+        }
+        try:
+            if not self.widths:
+                self._create({name: array.shape[1] for name, array in arrays.items()})
+            start, _ = self.span(part)
+            for name, array in arrays.items():
+                # Written through the file and not through a memory map: a full disk is then an error, not a crash.
+                with self._path(name).open("r+b") as handle:
+                    handle.seek(_header_size(self._path(name)) + start * array.strides[0])
+                    handle.write(array.tobytes())
+            self.parts[part] = {"digest": _digest(arrays.values()), "seconds": seconds}
+            self._write_index()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def open(self, layers: tuple[Layer, ...]) -> Features:
+        """Map the arrays into memory; all parts must be there."""
+        # Copy on write: torch wants memory that it may write to, and nothing written reaches the file.
+        maps = {name: torch.from_numpy(np.load(self._path(name), mmap_mode="c")) for name in self.widths}
+        seconds = sum(part["seconds"] for part in self.parts if part is not None)
+        return Features(
+            layers,
+            maps["means"],
+            maps.get("variances"),
+            maps.get("logits"),
+            maps.get("feature"),
+            seconds=seconds,
+        )
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+    def _create(self, widths: dict[str, int]) -> None:
+        for name, width in widths.items():
+            with self._path(name).open("wb") as handle:
+                shape = (self.rows, width)
+                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(handle, header)
+                handle.truncate(handle.tell() + 4 * self.rows * width)
+        self.widths = widths
+
+    def _maps(self) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+        maps = {name: np.load(self._path(name), mmap_mode="r") for name in self.widths}
+        for name, array in maps.items():
+            if array.shape != (self.rows, self.widths[name]) or array.dtype != np.float32:
+                raise ValueError(f"{name}.npy holds {array.dtype} {array.shape}")
+        return maps
+
+    def _digest(self, arrays: dict[str, np.ndarray[Any, np.dtype[np.float32]]], part: int) -> str:
+        start, stop = self.span(part)
+        return _digest(array[start:stop] for array in arrays.values())
+
+    def _write_index(self) -> None:
+        index = {"key": self.key, "rows": self.rows, "part": PART, "widths": self.widths, "parts": self.parts}
+        with write_atomically(self.folder / _INDEX, "w") as handle:
+            json.dump(index, handle)
+
+    def _complain(self, why: str) -> None:
+        warnings.warn(
+            f"The features kept in {str(self.folder)!r} are damaged ({why}): what is lost is computed again.",
+            NeuralMeanWarning,
+            stacklevel=5,
+        )
+
+
+def _observe(observer: Observer, trained: TrainedModel, images: ImageSet, start: int, stop: int) -> Rows:
+    pieces = []
+    with torch.no_grad():
+        for first in range(start, stop, BATCH):
+            pixels = trained.preprocess(images.images[first : min(stop, first + BATCH)])
+            pieces.append(observer.observe(Batch((pixels,)), name=images.name)[1])
+    return Rows.cat(pieces)
+
+
+def _key(trained: TrainedModel, images: ImageSet, layers: Sequence[Layer], variance: bool) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "architecture": trained.name,
+        "weights": fingerprint(trained.model),
+        "mean": list(trained.mean),
+        "std": list(trained.std),
+        "images": images.digest,
+        "layers": [[layer.name, layer.kind, layer.channels] for layer in layers],
+        "variance": variance,
+    }
+
+
+def _name(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest(arrays: Iterator[Any] | Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _header_size(path: Path) -> int:
+    with path.open("rb") as handle:
+        np.lib.format.read_magic(handle)
+        np.lib.format.read_array_header_1_0(handle)
+        return handle.tell()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return held if isinstance(held, dict) and {"widths", "parts"} <= set(held) else None
+
+
+def _cannot_write(folder: Path, error: OSError) -> ArtefactError:
+    why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+    return ArtefactError(
+        f"Expected to keep features in {str(folder)!r}, but {why}. Choose another cache folder; parts that are done stay."
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold an exclusive lock on `path`; the system lets it go when the process ends, however it ends."""
+    try:
+        handle = path.open("a+b")
+    except OSError as error:
+        raise _cannot_write(path.parent, error) from error
+    with handle:
+        _lock(handle)
+        try:
+            yield
+        finally:
+            _unlock(handle)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(handle: IO[bytes]) -> None:
+        handle.seek(0)
+        msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK, 1)
+
+    def _unlock(handle: IO[bytes]) -> None:
+        handle.seek(0)
+        msvcrt.locking(handle.fileno(), msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(handle: IO[bytes]) -> None:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def _unlock(handle: IO[bytes]) -> None:
+        fcntl.flock(handle, fcntl.LOCK_UN)

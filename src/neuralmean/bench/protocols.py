@@ -1,0 +1,182 @@
+"""Who may learn from what: the paper's four protocols, and the wall between images to fit on and images to judge by.
+
+A method's `fit` takes `FitSet`s only, and a `FitSet` cannot be made of test images: a set whose split is `"test"` is
+refused, and images that also occur in a test set (CIFAR has a few) are left out. Knows nothing of models or scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.errors import InputError
+from neuralmean.synthesis import permute_blocks
+
+Protocol = Literal["full-access", "few-shot", "zero-shot", "transfer"]
+PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+
+SHOTS = 25  # of each kind, the paper's few-shot protocol
+DRAWS = 10
+FIT_SHARE = 0.2  # of a set that has no train part
+_SHARED_AT_MOST = 0.1
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FitSet:
+    """Images that a method may learn from: some rows of a set, none of them a test image.
+
+    Make one with `FitSet.of`. `source` is the whole set, whose features are computed once; `rows` those in use.
+    """
+
+    source: ImageSet
+    rows: Indices
+
+    def __post_init__(self) -> None:
+        if self.source.split == "test":
+            raise InputError(
+                f"Expected images to fit on, but got the test part of {self.source.name!r}. "
+                "A test image must not reach a fit: pass the train part, or `split_off` a part of a set without one."
+            )
+
+    @classmethod
+    def of(cls, images: ImageSet, *, apart_from: Iterable[EvalSet]) -> FitSet:
+        """Admit the images of a train set that occur in none of the sets that will be judged.
+
+        Args:
+            images: The set.
+            apart_from: Every set that will be judged.
+
+        Raises:
+            InputError: A test set, or a set that shares more than a tenth of its images with a test set.
+        """
+        judged: set[bytes] = set()
+        for other in apart_from:
+            judged |= set(other.image_digests())
+        kept = np.array([i for i, digest in enumerate(_image_digests(images)) if digest not in judged], np.int64)
+        shared = len(images) - len(kept)
+        if shared > _SHARED_AT_MOST * len(images):
+            raise InputError(
+                f"Expected {images.name!r} ({images.split}) to be apart from the test images, but {shared} of its "
+                f"{len(images)} images are test images too. Check that train and test files are not the same."
+            )
+        return cls(images, kept)
+
+    @property
+    def name(self) -> str:
+        """Name of the set."""
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def draw(self, count: int, *, seed: int) -> FitSet:
+        """Return `count` of the images, drawn without replacement."""
+        if not 1 <= count <= len(self):
+            raise InputError(f"Expected to draw between 1 and {len(self)} images of {self.name!r}, but got {count!r}.")
+        chosen = np.random.default_rng(seed).permutation(len(self))[:count]
+        return FitSet(self.source, self.rows[np.sort(chosen)])
+
+    def crafted(self, *, seed: int = 0) -> FitSet:
+        """Return the same images with their 16 blocks permuted: the paper's stand-in for OOD examples."""
+        return FitSet(_craft(self.source, seed), self.rows)
+
+    def digest(self) -> str:
+        """Digest of the images in use."""
+        return hashlib.sha256(self.source.digest.encode() + self.rows.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Images that scores are judged by."""
+
+    source: ImageSet
+
+    @property
+    def name(self) -> str:
+        """Name of the set."""
+        return self.source.name
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def digest(self) -> str:
+        """Digest of the images."""
+        return self.source.digest
+
+    def image_digests(self) -> list[bytes]:
+        """Digest of every single image."""
+        return _image_digests(self.source)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one fit gets: in-distribution images and, where the protocol gives them, OOD images."""
+
+    protocol: Protocol
+    inliers: FitSet
+    outliers: FitSet
+    seed: int
+
+
+def split_off(images: ImageSet, *, share: float = FIT_SHARE, seed: int = 0) -> tuple[ImageSet, ImageSet]:
+    """Cut a set without a train part in two: a part to fit on (`split` "fit") and the rest to test on.
+
+    The ODIN sets (LSUN, iSUN, ImageNet) and Textures have one part only. A random 20 % of it, always the same for the
+    same set, takes the place of a train set; the rest is the test set of every protocol, so that figures compare.
+    """
+    count = round(share * len(images))
+    if not 1 <= count < len(images):
+        raise InputError(
+            f"Expected at least {round(1 / share)} images to split, but {images.name!r} has {len(images)}."
+        )
+    order = np.random.default_rng(seed).permutation(len(images))
+    fit, rest = (images.take(np.sort(part)) for part in (order[:count], order[count:]))
+    return replace(fit, split="fit"), replace(rest, split="test")
+
+
+def full_access(inliers: FitSet, outliers: FitSet, *, seed: int = 0) -> list[Draw]:
+    """The OOD set's own train images are there to fit on."""
+    return [Draw("full-access", inliers, outliers, seed)]
+
+
+def few_shot(inliers: FitSet, outliers: FitSet, *, shots: int = SHOTS, draws: int = DRAWS, seed: int = 0) -> list[Draw]:
+    """Only `shots` ID and `shots` OOD images are there; several draws, to tell luck from merit."""
+    if draws < 1:
+        raise InputError(f"Expected `draws` to be at least 1, but got {draws!r}.")
+    seeds = range(seed, seed + draws)
+    return [Draw("few-shot", inliers.draw(shots, seed=s), outliers.draw(shots, seed=s), s) for s in seeds]
+
+
+def zero_shot(inliers: FitSet, *, seed: int = 0) -> list[Draw]:
+    """No OOD image is there; methods that need some get ID images with their blocks permuted."""
+    return [Draw("zero-shot", inliers, inliers.crafted(seed=seed), seed)]
+
+
+def transfer(inliers: FitSet, outliers: FitSet, *, tested_on: Sequence[str], seed: int = 0) -> list[Draw]:
+    """Images of one OOD set are there; the sets `tested_on` are others."""
+    if outliers.name in tested_on:
+        raise InputError(
+            f"Expected to test on sets that the fit has not seen, but got {outliers.name!r} on both sides. "
+            "Leave it out, or use the full-access protocol."
+        )
+    return [Draw("transfer", inliers, outliers, seed)]
+
+
+def _craft(images: ImageSet, seed: int) -> ImageSet:
+    pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
+    shuffled = permute_blocks(pixels, seed=seed).permute(0, 2, 3, 1).contiguous().numpy()
+    return ImageSet.of(shuffled, images.labels, name=f"{images.name}-crafted", split=images.split)
+
+
+def _image_digests(images: ImageSet) -> list[bytes]:
+    flat = images.images.reshape(len(images), -1)
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in flat]

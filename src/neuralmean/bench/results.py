@@ -1,0 +1,124 @@
+"""Rows of figures in one JSON file: the row's format, and a file that a killed run leaves whole.
+
+A row says what was measured on what; `Results` adds rows one at a time and knows which ones are already there, which is
+all that going on after an interruption takes. Knows nothing of how a figure comes about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from neuralmean.errors import ArtefactError, InputError
+from neuralmean.files import write_atomically
+
+COLUMNS = (
+    "experiment",
+    "model",
+    "id",
+    "ood",
+    "method",
+    "protocol",
+    "auroc",
+    "tnr95",
+    "accuracy",
+    "n_id",
+    "n_ood",
+    "seed",
+    "seconds",
+)
+# What tells one row from another; `setting` is what an experiment varies besides (a batch size, a number of layers).
+IDENTITY = ("experiment", "model", "id", "ood", "method", "protocol", "seed", "setting", "limit")
+
+Row = dict[str, Any]
+
+
+def make_row(figures: Mapping[str, Any], **extra: Any) -> Row:
+    """Return a row with its columns in the order of `COLUMNS` and whatever else there is after them.
+
+    Args:
+        figures: A value for every column; AUROC, TNR95 and accuracy in percent, None where there is no such figure.
+        extra: Further values, such as confidence intervals; JSON values only.
+
+    Example:
+        >>> row = make_row({name: 1 for name in COLUMNS}, setting="batch 4")
+        >>> list(row)[:2], list(row)[-1]
+        (['experiment', 'model'], 'setting')
+    """
+    missing = [name for name in COLUMNS if name not in figures]
+    unknown = sorted(set(figures) - set(COLUMNS))
+    if missing or unknown:
+        raise InputError(
+            f"Expected a row with the columns {list(COLUMNS)}, but {missing} are missing, {unknown} unknown."
+        )
+    return {**{name: figures[name] for name in COLUMNS}, **extra}
+
+
+def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells this row from others."""
+    return tuple(row.get(name) for name in IDENTITY)
+
+
+class Results:
+    """A JSON file with a list of rows; every added row is on disk before the next one is computed.
+
+    Args:
+        path: The file; it need not exist yet.
+
+    Raises:
+        ArtefactError: A file that holds something else. It is left as it is.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._rows = {identity(row): row for row in read_rows(self.path)} if self.path.exists() else {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def find(self, row: Mapping[str, Any]) -> Row | None:
+        """Return the row that is there with the same identity and made of the same `inputs`, or None."""
+        held = self._rows.get(identity(row))
+        return held if held is not None and held.get("inputs") == row.get("inputs") else None
+
+    def add(self, row: Row) -> None:
+        """Add a row, in place of one with the same identity, and write the file."""
+        self._rows[identity(row)] = row
+        write_rows(self.path, list(self._rows.values()))
+
+
+def read_rows(path: Path | str) -> list[Row]:
+    """Read the rows of a results file.
+
+    Raises:
+        ArtefactError: No file, or one that is not a list of rows.
+    """
+    path = Path(path)
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtefactError(
+            f"Expected a results file at {str(path)!r}, but there is none. Make one with `nmd bench run`."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ArtefactError(
+            f"Expected {str(path)!r} to be a results file, but it cannot be read: {error}. Name another file."
+        ) from error
+    if not isinstance(held, list) or not all(isinstance(row, dict) and set(COLUMNS) <= set(row) for row in held):
+        raise ArtefactError(
+            f"Expected {str(path)!r} to hold a list of rows with {', '.join(COLUMNS)}, but it holds something else. "
+            "Name another file."
+        )
+    return held
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows, one a line, whole or not at all."""
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
+    with write_atomically(path, "w") as handle:
+        handle.write(f"[\n{lines}\n]\n" if rows else "[]\n")
