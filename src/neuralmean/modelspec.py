@@ -83,9 +83,9 @@ def resolve(
     kind, name = _split(spec)
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        build = _builder(kind, name, spec, trusted)
+        build = _builder(kind, name, spec, trusted)  # importing may draw random numbers, but only the first time
         loaded = None if path is None else read_weights(path)
+        torch.manual_seed(0)
         model = build(None)
         if loaded is not None:
             expected = f"Expected {str(path)!r} to hold the weights of {spec!r}"

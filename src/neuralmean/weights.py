@@ -64,8 +64,8 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ArtefactError(
-            f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but torch said: {reason} "
-            "Save `model.state_dict()`, best as safetensors."
+            f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, "
+            f"but torch said: {reason} Save `model.state_dict()`, best as safetensors."
         ) from error
     for key in _STATE_KEYS:
         if isinstance(held, dict) and isinstance(held.get(key), dict):
