@@ -30,7 +30,16 @@ from neuralmean.layers import Layer, unwrap
 from neuralmean.recording import Exits, Plan, Recording, Seen
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error
 
-__all__ = ["Exits", "Recorder", "Recording", "channel_mean", "channel_mean_variance", "find_head", "main_tensor"]
+__all__ = [
+    "Exits",
+    "Recorder",
+    "Recording",
+    "RecordingModule",
+    "channel_mean",
+    "channel_mean_variance",
+    "find_head",
+    "main_tensor",
+]
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -55,8 +64,13 @@ class Recorder:
         self._core = unwrap(model)
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
-        self._compiled: Callable[..., tuple[Any, _Sink]] | None = None
+        self._compiled: tuple[RecordingModule, Callable[..., Any]] | None = None
         self._lock = threading.Lock()
+
+    @property
+    def repeated(self) -> frozenset[int]:
+        """Indices of the layers that ran more than once in some pass so far."""
+        return self._plan.repeated
 
     def __call__(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> Recording:
         """Run the model on `batch` in evaluation mode and return its output with what was recorded.
@@ -75,7 +89,7 @@ class Recorder:
         check_input(batch, name, tokens=self.takes_tokens)
         batch = batch.to(device_of(self._core))
         try:
-            output, sink = self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, exits)
+            return self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, exits)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -84,9 +98,8 @@ class Recorder:
                 f"Expected `{name}` to be an input that {type(self._core).__name__} accepts, but got shape {shape} of "
                 f"{batch.first.dtype}: {reason}."
             ) from error
-        return sink.finish(output)
 
-    def _run(self, batch: Batch, exits: Exits | None) -> tuple[Any, _Sink]:
+    def _run(self, batch: Batch, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
         sink = _Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
@@ -100,14 +113,17 @@ class Recorder:
         if sink.called_by_keyword:  # now known, and read with the keywords from here on
             self._plan.by_keyword |= sink.called_by_keyword
             return self._run(batch, exits)
-        return output, sink
+        return sink.finish(output)
 
-    def _run_compiled(self, batch: Batch) -> tuple[Any, _Sink]:
+    def _run_compiled(self, batch: Batch) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
         with self._lock:
             if self._compiled is None:
-                self._compiled = _compile_twin(self._core, self.layers, self.variance, self.head)
-        return self._compiled(batch)
+                twin = RecordingModule(self._core, self.layers, variance=self.variance, head=self.head)
+                self._compiled = twin, torch.compile(twin)
+            twin, compiled = self._compiled
+            output, recorded = compiled(batch.args, batch.kwargs, batch.mask)
+        return twin.to_recording(output, recorded, len(batch))
 
 
 def find_head(model: nn.Module, batch: Batch) -> str | None:
@@ -347,35 +363,36 @@ class _Sink:
             )
 
 
-def _compile_twin(
-    core: nn.Module, layers: Sequence[Layer], variance: bool, head: str | None
-) -> Callable[[Batch], tuple[Any, _Sink]]:
-    """Return a compiled function that runs `core` and fills a sink, without a hook on `core` itself."""
-    tensors = {id(tensor): tensor for tensor in (*core.parameters(), *core.buffers())}
-    twin = copy.deepcopy(core, memo=dict(tensors)).eval()
-    plan = Plan(twin, layers)
-    plan.by_keyword = frozenset(range(len(layers)))
-    sink = _Sink(plan, None, variance=variance, head=head)
-    sink.thread = None  # the twin is ours alone; the lock below keeps threads apart
-    sink.attach([])
+class RecordingModule(nn.Module):
+    """A copy of a model that shares its tensors and says what it recorded: for compilers and exporters.
 
-    def forward(mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    The hooks are on the copy, and stay there. One thread at a time.
+    """
+
+    def __init__(self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None) -> None:
+        super().__init__()
+        tensors = {id(tensor): tensor for tensor in (*core.parameters(), *core.buffers())}
+        self.model = copy.deepcopy(core, memo=dict(tensors)).eval()
+        plan = Plan(self.model, layers)
+        plan.by_keyword = frozenset(range(len(layers)))
+        self._sink = _Sink(plan, None, variance=variance, head=head)
+        self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
+        self._sink.attach([])
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
+        """Run the copy and return its output and what `to_recording` takes: nothing but tensors and counts."""
+        sink = self._sink
         sink.clear()
         sink.mask = mask
-        output = twin(*args, **kwargs)
-        return output, sink.parts, sink.variances, sink.calls, sink.feature, sink.logits
+        output = self.model(*args, **kwargs)
+        recorded = (sink.parts, sink.variances, sink.calls, sink.feature, sink.logits)
+        sink.clear()
+        return output, recorded
 
-    compiled = torch.compile(forward)
-    lock = threading.Lock()
-
-    def run(batch: Batch) -> tuple[Any, _Sink]:
-        result = _Sink(plan, None, variance=variance, head=head)
-        result.size = len(batch)
-        with lock:
-            output, *statistics = compiled(batch.mask, batch.args, batch.kwargs)
-            result.parts, result.variances, result.calls = (list(part) for part in statistics[:3])
-        result.counts = result.calls
-        result.feature, result.logits = statistics[3:]
-        return output, result
-
-    return run
+    def to_recording(self, output: Any, recorded: Any, size: int) -> Recording:
+        """Turn what `forward` returned into a recording."""
+        sink = copy.copy(self._sink)
+        sink.size = size
+        sink.parts, sink.variances, sink.calls = (list(part) for part in recorded[:3])
+        sink.counts, (sink.feature, sink.logits) = sink.calls, recorded[3:]
+        return sink.finish(output)

@@ -1,0 +1,137 @@
+"""Writes a fitted detector as one graph that runs without neuralmean: ONNX, and torch's own `.pt2`.
+
+The graph holds the model, the discrepancy, the scorer and the threshold; its outputs are the model's own, `score`,
+`p_value` and `is_ood`. The batch is dynamic. The header of the saved file goes along as metadata.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from neuralmean.artefact import FORMAT_VERSION
+from neuralmean.data import Batch, to_batch
+from neuralmean.errors import InputError, MissingExtraError
+from neuralmean.files import write_atomically
+from neuralmean.graph import DetectorGraph, input_names
+from neuralmean.running import device_of, evaluating
+from neuralmean.saving import to_artefact
+from neuralmean.scorers import VectorScorer
+from neuralmean.version import __version__
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from neuralmean.detector import Detector
+
+METADATA_KEY = "neuralmean"
+VERDICTS = ("score", "p_value", "is_ood")
+
+
+def to_onnx(
+    detector: Detector, path: str | Path, *, example_input: Any = None, input_shape: Sequence[int] | None = None
+) -> tuple[str, ...]:
+    """Write the detector and its model as one ONNX graph, and return the names of the graph's outputs.
+
+    Args:
+        detector: A fitted detector.
+        path: Where to; the file is written whole or not at all.
+        example_input: An input of the model as in `detector(x)`; only its shapes and types matter.
+        input_shape: Shape of one input without the batch, `(3, 32, 32)`, in place of an example.
+
+    Raises:
+        MissingExtraError: The packages that write ONNX are not installed.
+    """
+    try:
+        import onnx
+        import onnxscript  # noqa: F401 - torch.onnx needs it
+    except ImportError:
+        raise MissingExtraError(
+            "Exporting to ONNX needs the packages onnx and onnxscript. Install them with `pip install neuralmean[onnx]`."
+        ) from None
+    program, inputs, outputs = _trace(detector, example_input, input_shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.onnx warns of its own deprecations
+        exported = torch.onnx.export(program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False)
+    if exported is None:
+        raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.5 or newer.")
+    proto = exported.model_proto
+    onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
+    with write_atomically(path) as file:
+        file.write(proto.SerializeToString())
+    return tuple(outputs)
+
+
+def to_pt2(
+    detector: Detector, path: str | Path, *, example_input: Any = None, input_shape: Sequence[int] | None = None
+) -> tuple[str, ...]:
+    """Write the detector and its model for `torch.export.load`, and return the names of the outputs.
+
+    Arguments are those of `to_onnx`. The loaded program's `module()` returns `(output, score, p_value, is_ood)`; the
+    saved file's header is the extra file `neuralmean`.
+    """
+    program, _, outputs = _trace(detector, example_input, input_shape)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files={METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
+    with write_atomically(path) as file:
+        file.write(buffer.getvalue())
+    return tuple(outputs)
+
+
+def _trace(
+    detector: Detector, example_input: Any, input_shape: Sequence[int] | None
+) -> tuple[ExportedProgram, list[str], list[str]]:
+    """Return the traced graph, the names of its inputs and of its outputs."""
+    detector._watch.check()
+    batch = _example(detector, example_input, input_shape)
+    names = input_names(detector.model, batch)
+    graph = DetectorGraph(detector, names, len(batch.args)).eval()
+    values = (*batch.args, *batch.kwargs.values())
+    size, rows = len(batch), torch.export.Dim("batch")
+    shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
+    with torch.no_grad(), evaluating(graph, graph.modules()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
+        output = graph(*values)[0]
+        program = torch.export.export(graph, values, dynamic_shapes={"inputs": shapes}, strict=False)
+    return program, list(names), [*_output_names(output), *VERDICTS]
+
+
+def _example(detector: Detector, example_input: Any, input_shape: Sequence[int] | None) -> Batch:
+    if (example_input is None) == (input_shape is None):
+        raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
+    batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
+    batch = batch.to(device_of(detector.model))
+    size = len(batch)
+
+    def grow(value: Any) -> Any:
+        # A single example would have its batch size built into the graph.
+        is_batched = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
+        return torch.cat([value, value]) if is_batched and size == 1 else value
+
+    return Batch(tuple(map(grow, batch.args)), {key: grow(value) for key, value in batch.kwargs.items()})
+
+
+def _output_names(output: Any) -> list[str]:
+    """Name the model's own outputs: `output`, or one name per tensor where there are several."""
+    if isinstance(output, Tensor):
+        return ["output"]
+    leaves, _ = pytree.tree_flatten(output)
+    if isinstance(output, Mapping) and len(leaves) == len(output):
+        return [f"output_{key}" if key in VERDICTS else str(key) for key in output]
+    return [f"output_{index}" for index in range(len(leaves))]
+
+
+def _header(detector: Detector) -> dict[str, Any]:
+    if isinstance(detector.scorer, VectorScorer):
+        header = to_artefact(detector).header
+    else:  # a scorer of the user's own is in the graph but has no saved form
+        header = {"threshold": detector.threshold, "versions": {"neuralmean": __version__, "torch": torch.__version__}}
+    return {**header, "format_version": FORMAT_VERSION}

@@ -1,0 +1,101 @@
+"""A fitted detector as one module of tensors: model, discrepancy, scorer and threshold, with nothing left in Python.
+
+For exporters. It shares the model's tensors, keeps everything that was learnt in buffers, and returns what the detector
+would say. It must not change the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.data import Batch
+from neuralmean.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy
+from neuralmean.errors import InputError, NotFittedError
+from neuralmean.fitting import needs_of
+from neuralmean.layers import unwrap
+from neuralmean.recorder import RecordingModule
+from neuralmean.scorers import Observation
+
+if TYPE_CHECKING:
+    from neuralmean.detector import Detector
+
+
+class DetectorGraph(nn.Module):
+    """Runs the model on its inputs and returns `(output, score, p_value, is_ood)`.
+
+    Args:
+        detector: A fitted detector.
+        names: Names of the inputs: those of the first `n_args` are not used, the others are keywords of the model.
+        n_args: How many inputs the model takes by position.
+    """
+
+    reference_mean: Tensor
+    reference_std: Tensor
+    scale_mean: Tensor
+    scale_std: Tensor
+    calibration_scores: Tensor
+
+    def __init__(self, detector: Detector, names: tuple[str, ...], n_args: int) -> None:
+        super().__init__()
+        if detector.reference is None or detector.calibration is None:
+            raise NotFittedError("Expected a fitted detector to export. Call `fit` or `calibrate` first.")
+        self.names, self.n_args = names, n_args
+        self.statistic = detector.statistic
+        self.threshold = detector.calibration.threshold
+        self.needs = needs_of(detector.scorer)
+        self.scorer = copy.deepcopy(detector.scorer)
+        self.recording = RecordingModule(
+            unwrap(detector.model), detector._layers, variance=self.statistic != "mean", head=detector.head
+        )
+        self.register_buffer("reference_mean", detector.reference.mean.float())
+        if self.statistic != "mean" and detector.reference.std is not None:
+            self.register_buffer("reference_std", detector.reference.std.float())
+        if detector.scale is not None:
+            self.register_buffer("scale_mean", detector.scale.mean.clone())
+            self.register_buffer("scale_std", detector.scale.std.clamp_min(1e-12))
+        self.register_buffer("calibration_scores", detector.calibration.scores.clone())
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
+        args, kwargs = inputs[: self.n_args], dict(zip(self.names[self.n_args :], inputs[self.n_args :], strict=True))
+        output, recorded = self.recording(args, kwargs, Batch(args, kwargs).mask)
+        recording = self.recording.to_recording(output, recorded, inputs[0].shape[0])
+        vector = self._vector(recording.mean, recording.variance)
+        seen = Observation(vector, recording.logits, recording.feature) if self.needs else vector
+        score = self.scorer.score(seen)
+        # A comparison with every score: `searchsorted` has no counterpart in ONNX.
+        at_least = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).sum(dim=1)
+        p_value = (1 + at_least).float() / (self.calibration_scores.shape[0] + 1)
+        return output, score, p_value, score > self.threshold
+
+    def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:
+        parts = []
+        if self.statistic != "variance":
+            parts.append(neural_mean_discrepancy(means, self.reference_mean))
+        if variances is not None:
+            parts.append(neural_variance_discrepancy(variances, self.reference_std))
+        vector = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self.statistic == "both":
+            vector = ((vector - self.scale_mean) / self.scale_std).to(vector.dtype)
+        return vector
+
+
+def input_names(model: nn.Module, batch: Batch) -> tuple[str, ...]:
+    """Name the inputs of a batch as the model's `forward` does.
+
+    Raises:
+        InputError: An input that is not a tensor.
+    """
+    for value in (*batch.args, *batch.kwargs.values()):
+        if not isinstance(value, Tensor):
+            raise InputError(f"Expected inputs that are tensors to export, but got {type(value).__name__}.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(unwrap(model).forward).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    positional = [known[i] if i < len(known) else f"input_{i}" for i in range(len(batch.args))]
+    return (*positional, *batch.kwargs)
