@@ -106,7 +106,7 @@ class TestBatch:
 
 class TestFit:
     @pytest.mark.parametrize("statistic", ["mean", "variance", "both"])
-    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp"])
+    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
     def test_every_scorer_and_statistic_tells_the_strange_apart(self, model, images, strange, scorer, statistic):
         detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, strange[:50], held_out=HELD_OUT)
         assert detector.predict(strange[50:]).is_ood.float().mean() > 0.9
@@ -315,12 +315,13 @@ class TestCall:
 
 
 class TestExplain:
-    @pytest.mark.parametrize("scorer", ["average", "logistic"])
+    @pytest.mark.parametrize("scorer", ["average", "logistic", "typicality"])
     def test_contributions_add_up_to_the_score(self, model, images, strange, scorer):
         detector = Detector(model, scorer=scorer).fit(images, strange, held_out=HELD_OUT)
         explanation = detector.explain(strange[:7])
         assert explanation.exact
-        torch.testing.assert_close(explanation.by_channel.sum(1), detector.score(strange[:7]), rtol=1e-4, atol=1e-4)
+        total = explanation.by_channel.sum(1) + sum(explanation.terms.values())
+        torch.testing.assert_close(total, detector.score(strange[:7]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(explanation.by_layer.sum(1), explanation.by_channel.sum(1), rtol=1e-4, atol=1e-4)
         assert explanation.by_layer.shape == (7, 2)
 
@@ -352,7 +353,7 @@ class TestBadInput:
         with pytest.raises(InputError, match="Expected `ood_data` to hold at least one example"):
             Detector(detector.model, scorer="logistic").fit(images, images[:0])
         with pytest.raises(InputError, match="Expected `x` to hold at least one example"):
-            detector.predict(images[:0])
+            detector.predict(images[:0])  # and the fit that failed has left the detector as it was
 
     def test_wrong_channel_count(self, detector, model):
         with pytest.raises(ModelInputError, match=r"an input that TinyNet accepts, but got shape \(4, 1, 8, 8\)"):
@@ -418,7 +419,7 @@ class TestBadInput:
 
 class TestSavedFile:
     @pytest.mark.parametrize("statistic", ["mean", "variance", "both"])
-    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp"])
+    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
     def test_scores_are_the_same_bit_for_bit(self, tmp_path, model, images, strange, scorer, statistic):
         detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, strange, held_out=HELD_OUT)
         detector.save(tmp_path / "x.nmd", info={"model": "toy"})

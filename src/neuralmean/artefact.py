@@ -65,7 +65,8 @@ class Artefact:
                 "Upgrade neuralmean to read it."
             )
         try:
-            tensors = load_tensors(content)
+            # Copied to memory of their own: views into the file's bytes are not aligned as torch's tensors are.
+            tensors = {name: tensor.clone() for name, tensor in load_tensors(content).items()}
         except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
             raise ArtefactError(
                 f"Expected {str(path)!r} to hold tensors, but they cannot be read ({error}). It is damaged."

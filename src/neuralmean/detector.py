@@ -91,7 +91,8 @@ class Detector:
         """Take the model as it is now, with nothing learnt."""
         self._watch = WeightsWatch(self.model)
         self.reference = self._reference_given or self._free_reference()
-        self.scorer = fitting.choose_scorer(self._scorer_choice, None)
+        # Until `fit`, the one scorer that needs nothing: the paper's average.
+        self.scorer = fitting.choose_scorer(self._scorer_choice or "average", None)
         self.calibration: Calibration | None = None
         self.calibration_source: fitting.Source | None = None
         self.scale: Moments | None = None  # of the vectors, for `statistic="both"`
@@ -153,6 +154,16 @@ class Detector:
         or a dict of keyword inputs.
         """
         check_rate(false_alarm_rate)
+        before = dict(self.__dict__)
+        try:
+            source = self._fit(id_data, ood_data, false_alarm_rate, held_out, batch_size)
+        except BaseException:
+            self.__dict__ = before  # a fit that fails leaves the detector as it was
+            raise
+        fitting.warn_if_weak(source)
+        return self
+
+    def _fit(self, id_data: Any, ood_data: Any, rate: float, held_out: Any, batch_size: int) -> fitting.Source:
         self._reset()
         scorer = self._scorer_for(ood_data, batch_size)
         observer = self._make_observer(self._head_for(scorer))
@@ -177,9 +188,9 @@ class Detector:
             self._observation(rows),
             None if crafted is None else self._observation(crafted),
             held_out=None if held is None else self._observation(held),
-            rate=false_alarm_rate,
+            rate=rate,
         )
-        self.calibration, self.calibration_source = Calibration.of(scores, false_alarm_rate), source
+        self.calibration, self.calibration_source = Calibration.of(scores, rate), source
         self.fitted = {
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "n_id": len(rows),
@@ -187,8 +198,7 @@ class Detector:
             "n_crafted": 0 if ood_data is not None or crafted is None else len(crafted),
             "n_held_out": 0 if held is None else len(held),
         }
-        fitting.warn_if_weak(source)
-        return self
+        return source
 
     def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:
         """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""

@@ -44,7 +44,7 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
             raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
         return choice
     if n_outliers is None:
-        return make_scorer("average")
+        return make_scorer("typicality")
     return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
 
 
@@ -102,7 +102,18 @@ def fit_and_score_inliers(
         aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
         fit_scorer(scorer, inliers[rest], outliers)
         return score_rows(scorer, inliers[aside]), "kept_aside"
-    scores = torch.empty(len(inliers))
+    return _cross_fit(scorer, inliers, outliers, order), "folds"
+
+
+def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
+    """Fit `scorer` on all rows, and return a score of each row by a twin that was fitted on the other folds.
+
+    Each twin has a scale of its own; its scores are brought to that of `scorer` by the mean and deviation of the scores
+    of the rows that it was fitted on.
+    """
+    fit_scorer(scorer, inliers, outliers)
+    known = score_rows(scorer, inliers)
+    scores = torch.empty_like(known)
     for fold in range(FOLDS):
         apart = torch.zeros(len(inliers), dtype=torch.bool)
         apart[order[fold::FOLDS]] = True
@@ -110,9 +121,10 @@ def fit_and_score_inliers(
             continue
         twin = copy.deepcopy(scorer)
         fit_scorer(twin, inliers[~apart], outliers)
-        scores[apart] = score_rows(twin, inliers[apart])
-    fit_scorer(scorer, inliers, outliers)
-    return scores, "folds"
+        fitted = score_rows(twin, inliers[~apart])
+        ratio = known.std() / fitted.std().clamp_min(torch.finfo(fitted.dtype).tiny)
+        scores[apart] = (score_rows(twin, inliers[apart]) - fitted.mean()) * ratio + known.mean()
+    return scores
 
 
 def warn_if_weak(source: Source) -> None:

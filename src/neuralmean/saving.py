@@ -117,8 +117,12 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
     detector.head = head
     detector._observer = detector._make_observer(head)
     detector.fitted, detector.info = dict(header["fitted"]), dict(header["info"])
-    if not scorer.needs:
-        score_rows(scorer, Observation(torch.zeros(1, width)))  # a state of the wrong shape shows itself now
+    output, feature = None, None
+    if head is not None and isinstance(module := unwrap(detector.model).get_submodule(head), nn.Linear):
+        output, feature = torch.zeros(1, module.out_features), torch.zeros(1, module.in_features)
+    score_rows(
+        scorer, Observation(torch.zeros(1, width), output, feature)
+    )  # a state of the wrong shape shows itself now
 
 
 def _check_model(model: nn.Module, wanted: list[tuple[str, str, int]], fitted_class: str) -> None:

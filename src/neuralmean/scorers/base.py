@@ -57,7 +57,7 @@ class Scorer(Protocol):
 
 
 class VectorScorer:
-    """Base of the scorers that come with the library and look at the discrepancy vector alone.
+    """Base of the scorers that come with the library.
 
     A subclass sets `name`, stores its keyword-only arguments under their own names and lists them in `options`, keeps
     what it learns in tensors whose names end in `_` and lists them in `learnt`, and implements `fit`, `score` and, where
@@ -70,15 +70,15 @@ class VectorScorer:
     options: ClassVar[tuple[str, ...]] = ()
     learnt: ClassVar[tuple[str, ...]] = ()
 
-    def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
+    def fit(self, inliers: Any, outliers: Any = None) -> Self:
         """Learn from in-distribution rows (N, D) and, where used, out-of-distribution rows (M, D)."""
         raise NotImplementedError
 
-    def score(self, vectors: Tensor) -> Tensor:
+    def score(self, vectors: Any) -> Tensor:
         """Score each row of (N, D), shape (N,); higher = more OOD."""
         raise NotImplementedError
 
-    def contributions(self, vectors: Tensor) -> Tensor | None:
+    def contributions(self, vectors: Any) -> Tensor | None:
         """Share of each channel in the score, shape (N, D), rows adding up to the score; None where there is no such sum."""
         return None
 

@@ -1,0 +1,92 @@
+"""Class-conditional statistics that the typicality scorer is made of: pure functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def distinct_columns(rows: Tensor, *, seed: int = 0) -> Tensor:
+    """Return the indices of the columns of (N, D) that vary and do not repeat an earlier one, shape (D',).
+
+    Networks that concatenate (DenseNet) normalise the same channel again and again. Two columns are the same if they
+    differ by a constant only; they are told apart by a few random projections of their shape over the rows.
+    """
+    centred = rows.double() - rows.double().mean(dim=0)
+    scale = centred.square().sum(dim=0).sqrt()
+    size = rows.double().abs().amax(dim=0).clamp_min(1e-30)
+    varies = (scale / size > 1e-6 * len(rows) ** 0.5).nonzero().squeeze(1)
+    probes = torch.randn(4, len(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    signature = (probes @ (centred[:, varies] / scale[varies])).mul(1e3).round().T.contiguous()
+    _, inverse = torch.unique(signature, dim=0, return_inverse=True)
+    first = torch.full((int(inverse.max()) + 1 if len(inverse) else 0,), len(varies), dtype=torch.int64)
+    first.scatter_reduce_(0, inverse, torch.arange(len(varies)), "amin")
+    return varies[first.sort().values]
+
+
+def class_means(rows: Tensor, classes: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the mean row of each class, (K, D), and how many rows it has, (K,); the grand mean where it has none."""
+    counts = torch.bincount(classes, minlength=n_classes)
+    sums = torch.zeros(n_classes, rows.shape[1], dtype=rows.dtype).index_add_(0, classes, rows)
+    means = sums / counts.clamp_min(1).unsqueeze(1).to(rows.dtype)
+    means[counts == 0] = rows.mean(dim=0)
+    return means, counts
+
+
+def explained_share(rows: Tensor, means: Tensor, classes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return the within-class deviation of each column and the share of its variance that the class explains.
+
+    With :math:`b` the variance of the class means and :math:`w^2` the pooled variance within classes, the variance
+    between classes is :math:`\tau^2 = \max(b - w^2 (K - 1) / N, 0)` (the means of finite classes scatter even where the
+    classes are alike), and the share is :math:`\tau^2 / (\tau^2 + w^2)`.
+    """
+    n, present = len(rows), int((counts > 0).sum())
+    within = (rows - means[classes]).square().sum(dim=0) / max(n - present, 1)
+    weight = (counts / counts.sum()).to(rows.dtype).unsqueeze(1)
+    between = (weight * (means - rows.mean(dim=0)).square()).sum(dim=0)
+    tau = (between - within * ((present - 1) / n)).clamp_min(0)
+    total = tau + within
+    return within.sqrt(), torch.where(total > 0, tau / total.clamp_min(1e-30), torch.zeros_like(total))
+
+
+def shrink_means(means: Tensor, centre: Tensor, counts: Tensor, within: Tensor, share: Tensor) -> Tensor:
+    r"""Pull class means towards the grand mean as far as they are noise: empirical Bayes, column by column.
+
+    A mean of :math:`n_k` rows is kept by :math:`\tau^2 / (\tau^2 + w^2 / n_k)`.
+    """
+    tau = within.square() * share / (1 - share).clamp_min(1e-6)
+    kept = tau / (tau + within.square() / counts.clamp_min(1e-9).unsqueeze(1) + 1e-30)
+    return centre + kept * (means - centre)
+
+
+def ledoit_wolf(residuals: Tensor) -> Tensor:
+    r"""Return the Ledoit-Wolf covariance of centred rows, (N, P) to (P, P).
+
+    :math:`(1 - \delta) S + \delta \mu I` with the shrinkage :math:`\delta` of Ledoit and Wolf (2004), which is the best
+    mixture in expected squared error and needs no tuning.
+    """
+    n, p = residuals.shape
+    sample = residuals.T @ residuals / n
+    mu = sample.trace() / p
+    spread = (sample.square().sum() / p - mu.square()).clamp_min(1e-30)
+    norms = residuals.square().sum(dim=1)
+    noise = ((norms.square().sum() / n - sample.square().sum()) / (n * p)).clamp_min(0)
+    delta = (noise / spread).clamp(max=1)
+    return (1 - delta) * sample + delta * mu * torch.eye(p, dtype=residuals.dtype)
+
+
+def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return `left` (K, R) and `right` (R, D) whose product is the best approximation of `matrix` of that rank."""
+    rank = min(rank, *matrix.shape)
+    # Through the small Gram matrix of the classes: the columns are many.
+    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
+    left = vectors[:, values.argsort(descending=True)[:rank]]
+    return left, left.T @ matrix
+
+
+def sketch_columns(rows: Tensor, bucket: Tensor, sign: Tensor) -> Tensor:
+    """Add the signed columns of each bucket up, (N, D) to (N, P): a count sketch, or the rows themselves if P = D."""
+    width = int(bucket.max()) + 1 if len(bucket) else 0
+    if width == len(bucket):
+        return rows
+    return torch.zeros(len(rows), width, dtype=rows.dtype).index_add_(1, bucket, rows * sign.to(rows.dtype))

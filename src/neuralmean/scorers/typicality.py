@@ -1,0 +1,266 @@
+"""The default where only in-distribution data is at hand: is the input typical of the class the model sees in it?
+
+No crafted data, no OOD data and no weight to tune. State is small: the class means of the NMD vector are kept at low
+rank, everything else lives in sketches of at most 512 numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from neuralmean.errors import InputError
+from neuralmean.scorers.base import Observation, VectorScorer
+from neuralmean.scorers.statistics import (
+    class_means,
+    distinct_columns,
+    explained_share,
+    ledoit_wolf,
+    low_rank,
+    shrink_means,
+    sketch_columns,
+)
+
+RANK = 64
+FOLDS = 5
+ONE_FOLD_FROM = 5000
+LEAST_ROWS = 20
+TERMS = ("far", "angle", "feature", "energy")
+
+
+class TypicalityScorer(VectorScorer):
+    r"""Adds up to four terms, each standardised on in-distribution rows that it was not learnt from.
+
+    With :math:`x` the NMD vector, :math:`h` the penultimate feature, :math:`l` the logits and :math:`p` their softmax:
+
+    - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from what the channel means of the predicted
+      class are, in units of the deviation within classes; :math:`a_c` is proportional to the share of the channel's
+      variance that the class explains;
+    - *angle*: minus the largest cosine between :math:`x` and a class mean, after whitening;
+    - *feature*: the same of :math:`h`;
+    - *energy*: :math:`-\log \sum_k \exp l_k`.
+
+    Classes are the model's own predictions: no labels are needed. A model without classes has the *far* term with one
+    mean for all, and for *angle* and *feature* the whitened distance from it.
+
+    Args:
+        seed: Of the sketches and folds.
+    """
+
+    name = "typicality"
+    needs = frozenset({"output", "feature"})
+    options = ("seed",)
+    learnt = (
+        "keep_", "centre_", "within_", "weight_", "left_", "right_",
+        "angle_offset_", "angle_whiten_", "angle_target_",
+        "feature_keep_", "feature_centre_", "feature_scale_", "feature_offset_", "feature_whiten_", "feature_target_",
+        "term_mean_", "term_std_",
+    )  # fmt: skip
+
+    keep_: Tensor
+    term_mean_: Tensor
+    term_std_: Tensor
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self.seed = seed
+
+    def fit(self, inliers: Any, outliers: Any = None) -> Self:
+        """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
+        if len(inliers) < LEAST_ROWS:
+            raise InputError(
+                f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(inliers)}."
+            )
+        order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(self.seed))
+        folds = 1 if len(inliers) >= ONE_FOLD_FROM else FOLDS
+        values = []
+        for fold in range(folds):
+            apart = torch.zeros(len(inliers), dtype=torch.bool)
+            apart[order[fold::FOLDS]] = True
+            values.append(self._learn(inliers[~apart])._terms(inliers[apart]))
+        terms = torch.cat(values)
+        self._learn(inliers)
+        self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
+        return self
+
+    def score(self, vectors: Any) -> Tensor:
+        """Score each input of an `Observation`, shape (N,); higher = more OOD."""
+        self.check_fitted()
+        return ((self._terms(vectors) - self.term_mean_) / self.term_std_).sum(dim=1)
+
+    def score_batch(self, vectors: Any) -> Tensor:
+        r"""Score an `Observation` as one batch; higher = more OOD.
+
+        Residuals are averaged over the batch before their magnitude is taken, the other terms as they are; each is
+        scaled by :math:`\sqrt{N}`, so that an in-distribution batch scores about the same whatever its size.
+        """
+        self.check_fitted()
+        root = len(vectors) ** 0.5
+        terms = self._terms(vectors).mean(dim=0)
+        scaled = (terms - self.term_mean_) * root
+        residual = self._residual(vectors).mean(dim=0) * root
+        scaled[0] = (residual.abs() * self.weight_).sum() - self.term_mean_[0]
+        return (scaled / self.term_std_).sum()
+
+    def contributions(self, vectors: Any) -> Tensor:
+        """Share of each channel in the *far* and *angle* terms, shape (N, D); with `terms` they add up to the score."""
+        self.check_fitted()
+        inner = self._residual(vectors).abs() * self.weight_ / self.term_std_[0]
+        inner = inner + self._angle.by_column(self._distinct(vectors)) / self.term_std_[1]
+        shares = torch.zeros_like(vectors.vector)
+        shares[:, self.keep_.long()] = inner
+        return shares
+
+    def terms(self, vectors: Any) -> dict[str, Tensor]:
+        """Return what does not belong to a channel: the *feature* and *energy* terms and the constant, (N,) each."""
+        values = self._terms(vectors) / self.term_std_
+        constant = -(self.term_mean_ / self.term_std_).sum().expand(len(values))
+        rest = values[:, 1] - self._angle.by_column(self._distinct(vectors)).sum(dim=1) / self.term_std_[1]
+        return {"feature": values[:, 2], "energy": values[:, 3], "constant": constant + rest}
+
+    def _learn(self, inliers: Observation) -> Self:
+        """Learn everything but the scale of the terms."""
+        self.__dict__.pop("_angle", None)
+        self.__dict__.pop("_feature", None)
+        logits, feature = inliers.output, inliers.feature
+        n_classes = logits.shape[1] if logits is not None and logits.dim() == 2 and logits.shape[1] > 1 else 1
+        classes = (
+            logits.argmax(dim=1)
+            if logits is not None and n_classes > 1
+            else torch.zeros(len(inliers), dtype=torch.int64)
+        )
+        keep = distinct_columns(inliers.vector, seed=self.seed)
+        if not len(keep):
+            raise InputError(
+                "Expected inputs that differ from each other, but all have the same vector. Pass varied examples."
+            )
+        rows = inliers.vector[:, keep].double()
+        means, counts = class_means(rows, classes, n_classes)
+        within, share = explained_share(rows, means, classes, counts)
+        within = within.clamp_min(1e-12)
+        centre = rows.mean(dim=0)
+        shrunk = shrink_means(means, centre, counts, within, share)
+        left, right = low_rank((shrunk - centre) / within, RANK)
+        weight = share / share.sum() if share.sum() > 0 else torch.full_like(share, 1 / len(share))
+        self.keep_, self.centre_, self.within_, self.weight_ = (
+            keep.int(),
+            centre.float(),
+            within.float(),
+            weight.float(),
+        )
+        self.left_, self.right_ = left.float().contiguous(), right.float().contiguous()
+        self._keep_angle("angle", rows, classes, n_classes, centre, within)
+        if feature is None:
+            feature = torch.zeros(len(inliers), 0)
+        self.feature_keep_ = distinct_columns(feature, seed=self.seed).int()
+        feature = feature[:, self.feature_keep_.long()].double()
+        self.feature_centre_ = feature.mean(dim=0).float()
+        self.feature_scale_ = feature.std(dim=0).clamp_min(1e-12).float()
+        self._keep_angle("feature", feature, classes, n_classes, feature.mean(dim=0), self.feature_scale_.double())
+        return self
+
+    def _keep_angle(
+        self, name: str, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
+    ) -> None:
+        angle = _Angle.of(rows, classes, n_classes, centre, scale, self.seed)
+        for part in ("offset", "whiten", "target"):
+            # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
+            setattr(self, f"{name}_{part}_", getattr(angle, part).contiguous())
+
+    @cached_property
+    def _angle(self) -> _Angle:
+        return self._make_angle("angle", self.centre_, self.within_)
+
+    @cached_property
+    def _feature(self) -> _Angle:
+        return self._make_angle("feature", self.feature_centre_, self.feature_scale_)
+
+    def _make_angle(self, name: str, centre: Tensor, scale: Tensor) -> _Angle:
+        parts = [getattr(self, f"{name}_{part}_") for part in ("offset", "whiten", "target")]
+        return _Angle(*_hash_columns(len(centre), self.seed), centre, scale, *parts)
+
+    def _distinct(self, observation: Observation) -> Tensor:
+        return observation.vector[:, self.keep_.long()]
+
+    def _residual(self, observation: Observation) -> Tensor:
+        """Distance from the expected channel means in units of the within-class deviation, (N, D')."""
+        residual = (self._distinct(observation) - self.centre_) / self.within_
+        if len(self.left_) > 1 and observation.output is not None:
+            residual = residual - observation.output.softmax(dim=1) @ self.left_ @ self.right_
+        return residual
+
+    def _terms(self, observation: Observation) -> Tensor:
+        """Return the four terms of each input, (N, 4); one that the model has no signal for is 0."""
+        far = self._residual(observation).abs() @ self.weight_
+        angle = self._angle(self._distinct(observation))
+        feature, energy = torch.zeros_like(far), torch.zeros_like(far)
+        if observation.feature is not None and len(self.feature_keep_):
+            feature = self._feature(observation.feature[:, self.feature_keep_.long()])
+        if observation.output is not None and len(self.left_) > 1:
+            energy = -observation.output.logsumexp(dim=1)
+        return torch.stack([far, angle, feature, energy], dim=1)
+
+
+@dataclass(frozen=True)
+class _Angle:
+    """Whitened angle between a row and its nearest class mean; without classes, the whitened distance from the mean.
+
+    Rows are hashed with random signs into at most 512 buckets (a count sketch, which keeps inner products in
+    expectation), centred and whitened by the Ledoit-Wolf covariance within classes.
+    """
+
+    bucket: Tensor  # (D,) int64
+    sign: Tensor  # (D,)
+    centre: Tensor  # (D,)
+    scale: Tensor  # (D,)
+    offset: Tensor  # (P,)
+    whiten: Tensor  # (P, P)
+    target: Tensor  # (K, P), of length 1; no rows without classes
+
+    @classmethod
+    def of(cls, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor, seed: int) -> _Angle:
+        """Learn from rows (N, D) in float64."""
+        bucket, sign = _hash_columns(rows.shape[1], seed)
+        sketch = sketch_columns((rows - centre) / scale, bucket, sign)
+        means, counts = class_means(sketch, classes, n_classes)
+        covariance = ledoit_wolf(sketch - means[classes])
+        jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
+        whiten = torch.linalg.cholesky(torch.linalg.inv(covariance + jitter))
+        offset = sketch.mean(dim=0)
+        target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
+        target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        parts = (centre, scale, offset, whiten, target)
+        return cls(bucket, sign, *(part.float() for part in parts))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the term of each row, (N,)."""
+        whitened = self._whitened(rows)
+        length = whitened.norm(dim=1)
+        if not len(self.target):
+            return length
+        return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12)
+
+    def by_column(self, rows: Tensor) -> Tensor:
+        """Share of each column in the term, (N, D): cosine and distance are linear in the columns once the length is known."""
+        whitened = self._whitened(rows)
+        length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
+        along = direction / length @ self.whiten.T
+        return (rows - self.centre) / self.scale * self.sign * along[:, self.bucket]
+
+    def _whitened(self, rows: Tensor) -> Tensor:
+        return (sketch_columns((rows - self.centre) / self.scale, self.bucket, self.sign) - self.offset) @ self.whiten
+
+
+def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor]:
+    """Return the bucket and the sign of each column; up to 512 columns have a bucket each."""
+    if width <= buckets:
+        return torch.arange(width), torch.ones(width)
+    generator = torch.Generator().manual_seed(seed)
+    bucket = torch.arange(width)[torch.randperm(width, generator=generator)] % buckets
+    sign = torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1.0
+    return bucket, sign
