@@ -44,7 +44,7 @@ class LayerShift:
         layer: Dotted name of the layer.
         shift: Root mean square over its channels of the move, in standard deviations of single inputs, less what chance
             explains.
-        moved: Whether chance is out of the question as an explanation.
+        moved: Whether chance is out of the question as an explanation; before there is a baseline, only after an alarm.
     """
 
     layer: str
@@ -347,6 +347,8 @@ class Monitor:
         if window.count < 2:
             return (), compared_with
         noise = 1 / window.count + (0.0 if baseline is None else 1 / baseline.count)
+        # Fresh data always lies a little off the training data, so that this comparison alone says nothing.
+        certain = baseline is not None or self.drift
         if baseline is None:  # the training data's mean, which is 0 in these vectors
             baseline = Moments(window.count, torch.zeros_like(window.mean), window.m2)
         squares = standard_shift(window, baseline)[None]
@@ -356,7 +358,7 @@ class Monitor:
         # 0.1 % over all layers (its logarithm falls like half of the value).
         limit = noise * 2 * math.log(1000 * n_layers)
         shifts = [
-            LayerShift(name, math.sqrt(max(0.0, square - noise)), square > limit)
+            LayerShift(name, math.sqrt(max(0.0, square - noise)), certain and square > limit)
             for name, square in zip(self.detector.layers, (totals[0] / totals[1]).tolist(), strict=True)
         ]
         return tuple(sorted(shifts, key=lambda shift: -shift.shift)), compared_with

@@ -1,0 +1,107 @@
+"""The detector beside a model in production: HTTP, metrics and a page. Needs `pip install neuralmean[serve]`.
+
+Importing this package imports nothing of the extra; `serve` and `create_app` do. The files:
+
+    settings    limits and the token, checked
+    refusal     what is answered instead of a result: a status and a sentence
+    passes      one forward pass: output, decision, vectors, explanation
+    batching    requests share forward passes: bounded wait, bounded queue, one worker thread
+    protocol    the Open Inference Protocol: JSON and binary tensors to arrays and back
+    bodies      request bodies with limits: sizes, compression, multipart, images
+    live        what the page shows: latest items, flagged thumbnails, the monitor
+    metrics     the same for Prometheus
+    describe    sentences and numbers for people: why an input was flagged
+    gate        what every request passes: the token, headers, counting
+    schema      what the OpenAPI description says of bodies and answers
+    handlers    exceptions to answers
+    app         the routes
+    launch      from a saved file to a running server
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neuralmean.errors import MissingExtraError
+from neuralmean.service.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from neuralmean.detector import Detector
+    from neuralmean.monitor import Monitor
+    from neuralmean.preprocessing import Preprocessing
+
+__all__ = ["Settings", "create_app", "serve"]
+
+
+def create_app(
+    detector: Detector,
+    preprocessing: Preprocessing | None = None,
+    *,
+    name: str = "model",
+    settings: Settings | None = None,
+    monitor: Monitor | None = None,
+) -> FastAPI:
+    """Return the application that serves a calibrated detector, to run under any ASGI server.
+
+    Args:
+        detector: A calibrated detector with its model.
+        preprocessing: What images need before the model sees them; None serves tensors only.
+        name: What the model is called in addresses.
+        settings: Limits and the token.
+        monitor: Goes on with this one; None begins a new one, or the one in `settings.state`.
+    """
+    _check_extra()
+    from neuralmean.service.app import build_app
+
+    return build_app(detector, preprocessing, name=name, settings=settings or Settings(), monitor=monitor)
+
+
+def serve(
+    path: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    model: str | None = None,
+    weights: str | Path | None = None,
+    token: str | None = None,
+    token_file: str | Path | None = None,
+    **options: Any,
+) -> None:
+    """Serve a saved detector until SIGTERM or Ctrl+C, then finish what was accepted and return.
+
+    Args:
+        path: A file that `Detector.save` or `nmd fit` wrote.
+        host: Address to listen on; the default can be reached from this machine only.
+        port: Port to listen on; 0 takes a free one.
+        name: What the model is called in addresses; None takes the file's stem.
+        model: Spec of the model, where the file does not say or says it wrongly.
+        weights: Weights of the model, likewise.
+        token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
+        token_file: A file that holds the token.
+        options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
+    """
+    _check_extra()
+    from neuralmean.service.launch import load_served, run_server
+    from neuralmean.service.settings import read_token
+
+    settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
+    served = load_served(Path(path), name=name, model=model, weights=weights)
+    app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
+    run_server(app, host=host, port=port)
+
+
+def _check_extra() -> None:
+    import importlib
+
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            raise MissingExtraError(
+                f"Serving needs the {module!r} package. Install it with `pip install neuralmean[serve]`."
+            ) from None

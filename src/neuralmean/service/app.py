@@ -1,0 +1,353 @@
+"""The routes: read a request, make jobs of it, wait for the answer, write it. The work is done elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from neuralmean.detector import Detector
+from neuralmean.errors import InputError
+from neuralmean.monitor import Monitor
+from neuralmean.preprocessing import Preprocessing
+from neuralmean.service import schema
+from neuralmean.service.batching import Answer, Batcher, Job
+from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, split_files
+from neuralmean.service.describe import describe_detector, describe_p_value, describe_reason, layer_profile
+from neuralmean.service.gate import Gate
+from neuralmean.service.handlers import add_handlers, json_answer
+from neuralmean.service.live import Live
+from neuralmean.service.metrics import BatcherCollector, MonitorCollector, RequestMetrics
+from neuralmean.service.passes import run_pass
+from neuralmean.service.protocol import (
+    HEADER_LENGTH,
+    VERSION,
+    InputSpec,
+    encode_infer,
+    model_metadata,
+    parse_infer,
+    server_metadata,
+)
+from neuralmean.service.refusal import Refusal, busy
+from neuralmean.service.settings import Settings
+from neuralmean.version import __version__
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:"
+_PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+_STATIC = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
+    "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
+    "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+}
+
+
+class Service:
+    """A detector with all that serves it."""
+
+    def __init__(
+        self,
+        detector: Detector,
+        preprocessing: Preprocessing | None,
+        *,
+        name: str,
+        settings: Settings,
+        monitor: Monitor | None,
+    ) -> None:
+        self.detector = detector
+        self.preprocessing = preprocessing
+        self.name = name
+        self.settings = settings
+        self.spec = InputSpec(_input_shape(preprocessing), settings.max_batch)
+        self.batcher: Batcher | None = None
+        self.output_shape: tuple[int, ...] | None = None
+        self.reader = BodyReader(settings)
+        self.live = Live(
+            monitor or _open_monitor(detector, settings),
+            preprocessing,
+            n_flagged=settings.n_flagged if settings.thumbnails else 0,
+            state=settings.state,
+        )
+        self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
+
+    @asynccontextmanager
+    async def running(self, _: Any = None) -> AsyncIterator[None]:
+        """Run the worker; at the end finish what was accepted and save the monitor's state."""
+        await asyncio.to_thread(self._warm_up)
+        self.batcher = Batcher(
+            lambda inputs, rows: run_pass(self.detector, inputs, rows),
+            max_batch=self.settings.max_batch,
+            max_wait_ms=self.settings.max_wait_ms,
+            queue=self.settings.queue,
+            after=self.live.take,
+        )
+        saving = asyncio.create_task(self._save_now_and_then())
+        try:
+            yield
+        finally:
+            saving.cancel()
+            await asyncio.to_thread(self.batcher.close)
+            self.batcher = None
+            self._decoders.shutdown()
+            await asyncio.to_thread(self.live.save)
+
+    def _warm_up(self) -> None:
+        """Run the model once where the size of its input is known, so that the first request is as fast as the next."""
+        if self.spec.shape is None or None in self.spec.shape:
+            return
+        output = run_pass(self.detector, torch.zeros(1, *(side or 1 for side in self.spec.shape))).output
+        self.output_shape = None if output is None else tuple(output.shape[1:])
+
+    async def _save_now_and_then(self) -> None:
+        while self.settings.state is not None and self.settings.state_every_s:
+            await asyncio.sleep(self.settings.state_every_s)
+            await asyncio.to_thread(self.live.save)
+
+    async def health_live(self) -> Response:
+        """Whether the process runs."""
+        return json_answer({"live": True})
+
+    async def health_ready(self) -> Response:
+        """Whether requests are taken."""
+        self._running()
+        return json_answer({"ready": True})
+
+    async def server(self) -> Response:
+        """Name, version and extensions of the server."""
+        return json_answer(server_metadata())
+
+    async def model(self, name: str, version: str = VERSION) -> Response:
+        """Inputs and outputs of the model."""
+        self._check_name(name, version)
+        return json_answer(model_metadata(self.name, self.spec, self.output_shape))
+
+    async def model_ready(self, name: str, version: str = VERSION) -> Response:
+        """Whether the model takes requests."""
+        self._check_name(name, version)
+        self._running()
+        return json_answer({"name": self.name, "ready": True})
+
+    async def infer(self, request: Request, name: str, version: str = VERSION) -> Response:
+        """The model's output, score, p-value and decision for a tensor (Open Inference Protocol, JSON or binary)."""
+        self._check_name(name, version)
+        batcher = self._running()
+        with self.reader.holding() as hold:
+            with batcher.arriving():
+                body = await self.reader.read(request, hold)
+                wanted = parse_infer(body, request.headers.get(HEADER_LENGTH), self.spec)
+                del body
+            job = Job(torch.from_numpy(wanted.inputs))
+            (answer,) = await self._run(batcher, request, [job])
+        body, header_length = encode_infer(wanted, _arrays(answer), self.name)
+        if header_length is None:
+            return Response(body, media_type="application/json")
+        headers = {HEADER_LENGTH: str(header_length)}
+        return Response(body, media_type="application/octet-stream", headers=headers)
+
+    async def score(self, request: Request, explain: bool = False) -> Response:
+        """Score, p-value and decision for image files: a form with files, or the bytes of one file as the body."""
+        batcher, preprocessing = self._running(), self.preprocessing
+        if preprocessing is None:
+            raise Refusal(415, "Expected a detector that knows how to prepare images, but this one does not.")
+        with self.reader.holding() as hold:
+            with batcher.arriving():
+                body = await self.reader.read(request, hold)
+                named = await split_files(request, body, self.settings.max_batch)
+                del body
+                inputs = await self._decode(named, preprocessing)
+            self.reader.add(hold, sum(array.nbytes for array in inputs))
+            jobs = [Job(preprocessing.normalise(array), explain) for array in inputs]
+            answers = await self._run(batcher, request, jobs)
+        return json_answer(self._score_answer(named, answers, explain=explain))
+
+    async def _decode(self, named: list[NamedBytes], preprocessing: Preprocessing) -> list[NDArray[np.uint8]]:
+        """Return the images as one batch, or as one batch each where they differ in size."""
+        limit = self.settings.max_pixels
+        if preprocessing.size is None:
+            limit = min(limit, self.settings.max_body_bytes // 4)  # such images stay as large as they are
+        loop = asyncio.get_running_loop()
+        images = await loop.run_in_executor(self._decoders, decode_images, named, preprocessing, limit)
+        if len({image.shape for image in images}) == 1:
+            return [np.stack(images)]
+        return [image[None] for image in images]
+
+    async def _run(self, batcher: Batcher, request: Request, jobs: list[Job]) -> list[Answer]:
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        return await batcher.submit(jobs, timeout=self.settings.timeout_s, gone=gone)
+
+    def _score_answer(self, named: list[NamedBytes], answers: list[Answer], *, explain: bool) -> dict[str, Any]:
+        decision = answers[0].shared.decision
+        names = iter(named)
+        results = []
+        for answer in answers:
+            for offset, row in enumerate(range(answer.rows.start, answer.rows.stop)):
+                results.append(self._result(next(names).name, answer, row, answer.explained.start + offset, explain))
+        return {"threshold": decision.threshold, "false_alarm_rate": decision.false_alarm_rate, "results": results}
+
+    def _result(self, path: str, answer: Answer, row: int, explained: int, explain: bool) -> dict[str, Any]:
+        decision, explanation = answer.shared.decision, answer.shared.explanation
+        p_value, is_ood = decision.p_value[row].item(), bool(decision.is_ood[row])
+        result: dict[str, Any] = {
+            "path": path,
+            "score": decision.score[row].item(),
+            "p_value": p_value,
+            "is_ood": is_ood,
+        }
+        if explain and explanation is not None and self.detector.calibration is not None:
+            result["sentence"] = describe_p_value(p_value, len(self.detector.calibration.scores))
+            result["reason"] = describe_reason(explanation, explained, is_ood=is_ood)
+            result["layers"] = layer_profile(explanation, explained)
+            result["terms"] = {name: values[explained].item() for name, values in explanation.terms.items()}
+            result["exact"] = explanation.exact
+        return result
+
+    async def setup(self) -> Response:
+        """What the page must know of the detector: in-distribution scores, threshold, what it is worth."""
+        own = {"images": self.preprocessing is not None, "thumbnails": self.settings.thumbnails, "version": __version__}
+        return json_answer({**describe_detector(self.detector, self.name), **own})
+
+    async def latest(self, since: int = 0) -> Response:
+        """The latest items after number `since`, the flagged ones, and what the monitor knows."""
+        return json_answer(await asyncio.to_thread(self.live.snapshot, since))
+
+    async def flagged(self, number: int) -> Response:
+        """A flagged input as PNG."""
+        picture = self.live.thumbnail(number)
+        if picture is None:
+            raise Refusal(404, f"Expected a flagged input that is still kept, but number {number} is not.")
+        return Response(picture, media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
+
+    async def reset(self, request: Request) -> Response:
+        """Switch the drift alarm off and begin the test anew."""
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise Refusal(403, "Expected this from the server's own page, but it came from another site.")
+        self.live.monitor.reset()
+        return json_answer({"drift": False})
+
+    def _running(self) -> Batcher:
+        if self.batcher is None:
+            raise busy("The server is not ready. Try again later.", 1)
+        return self.batcher
+
+    def _check_name(self, name: str, version: str) -> None:
+        if name != self.name or version != VERSION:
+            raise Refusal(404, f"Expected the model {self.name!r} (version {VERSION}), but got {name[:80]!r}.")
+
+
+def build_app(
+    detector: Detector,
+    preprocessing: Preprocessing | None,
+    *,
+    name: str,
+    settings: Settings,
+    monitor: Monitor | None,
+) -> FastAPI:
+    """Return the application; see `neuralmean.service.create_app`."""
+    from fastapi import FastAPI
+    from prometheus_client import CollectorRegistry
+
+    if not name or "/" in name:
+        raise InputError(f"Expected `name` to be a name without slashes, but got {name!r}.")
+    service = Service(detector, preprocessing, name=name, settings=settings, monitor=monitor)
+    app = FastAPI(
+        title="neuralmean",
+        version=__version__,
+        description="Tells whether inputs are like what a model was trained for.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=service.running,
+    )
+    registry = CollectorRegistry()
+    registry.register(MonitorCollector(lambda: service.live.monitor))
+    registry.register(BatcherCollector(lambda: service.batcher))
+    _add_routes(app, service, registry)
+    add_handlers(app)
+    routes = {path for route in app.routes if (path := getattr(route, "path", None))}
+    app.add_middleware(Gate, token=settings.token, routes=routes, count=RequestMetrics(registry).count)
+    app.state.service = service
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service, registry: Any) -> None:
+    def add(
+        path: str, endpoint: Callable[..., Awaitable[Response]], content: dict[str, Any], *statuses: int, **options: Any
+    ) -> None:
+        options = {"methods": ["GET"], "response_model": None, "response_class": Response, **options}
+        app.add_api_route(path, endpoint, responses=schema.responses(content, *statuses), **options)
+
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
+    metadata, state = schema.json_of(schema.METADATA), schema.json_of(schema.STATE)
+    add("/v2/health/live", service.health_live, state, tags=["Open Inference Protocol"])
+    add("/v2/health/ready", service.health_ready, state, 503, tags=["Open Inference Protocol"])
+    add("/v2", service.server, metadata, tags=["Open Inference Protocol"])
+    infer = {"methods": ["POST"], "openapi_extra": schema.INFER_BODY, "tags": ["Open Inference Protocol"]}
+    inferred = {**schema.json_of(schema.INFER_RESPONSE), "application/octet-stream": {}}
+    for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        add(path, service.model, metadata, 404, tags=["Open Inference Protocol"])
+        add(f"{path}/ready", service.model_ready, metadata, 404, 503, tags=["Open Inference Protocol"])
+        add(f"{path}/infer", service.infer, inferred, 400, 404, 408, 413, 415, 503, **infer)
+    scored = schema.json_of(schema.SCORE_RESPONSE)
+    images = {"methods": ["POST"], "openapi_extra": schema.SCORE_BODY, "tags": ["Images"]}
+    add("/score", service.score, scored, 400, 408, 413, 415, 503, **images)
+    add("/metrics", metrics, {"text/plain": {"schema": {"type": "string"}}}, tags=["Monitor"])
+    add("/live/setup", service.setup, schema.json_of(schema.SETUP), tags=["Monitor"])
+    add("/live", service.latest, schema.json_of(schema.LIVE), 400, tags=["Monitor"])
+    add("/live/flagged/{number}", service.flagged, {"image/png": {}}, 400, 404, tags=["Monitor"])
+    add("/live/reset", service.reset, state, 403, methods=["POST"], tags=["Monitor"])
+    for path, (file, media_type) in _STATIC.items():
+        app.add_api_route(path, _static(file, media_type), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _static(file: str, media_type: str) -> Callable[[], Awaitable[Response]]:
+    content = (files("neuralmean.service") / "page" / file).read_bytes()
+
+    async def page() -> Response:
+        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+    return page
+
+
+def _arrays(answer: Answer) -> dict[str, NDArray[Any]]:
+    decision, rows = answer.shared.decision, answer.rows
+    arrays: dict[str, NDArray[Any]] = {
+        "score": decision.score[rows].float().numpy(),
+        "p_value": decision.p_value[rows].float().numpy(),
+        "is_ood": decision.is_ood[rows].numpy(),
+    }
+    if answer.shared.output is not None:
+        arrays["output"] = answer.shared.output[rows].float().numpy()
+    return arrays
+
+
+def _input_shape(preprocessing: Preprocessing | None) -> tuple[int | None, ...] | None:
+    if preprocessing is None:
+        return None
+    return (preprocessing.channels, *(preprocessing.size or (None, None)))
+
+
+def _open_monitor(detector: Detector, settings: Settings) -> Monitor:
+    if settings.state is not None and Path(settings.state).exists():
+        return Monitor.load(settings.state, detector)
+    return Monitor(detector, window=settings.window, false_alarm_rate=settings.drift_rate)

@@ -1,0 +1,174 @@
+"""Request bodies, with limits on everything: bytes, time, compression, files, pixels.
+
+Reads a body chunk by chunk and stops at the first byte too many. What cannot be used is a `Refusal`. Decoding images
+takes processor time, so `decode_images` is to be called on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from neuralmean.errors import InputError
+from neuralmean.images import decode_image
+from neuralmean.preprocessing import Preprocessing
+from neuralmean.service.refusal import Refusal, busy
+from neuralmean.service.settings import Settings
+
+
+@dataclass(frozen=True)
+class NamedBytes:
+    """The bytes of an image file, and what the client calls it."""
+
+    name: str
+    data: bytes
+
+
+class BodyReader:
+    """Reads bodies and keeps count of the bytes that are held at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._held = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """How many bytes are held now."""
+        return self._held
+
+    @contextmanager
+    def holding(self) -> Iterator[_Hold]:
+        """Count what is read in this block as held until its end."""
+        hold = _Hold()
+        try:
+            yield hold
+        finally:
+            self._held -= hold.n_bytes
+
+    async def read(self, request: Request, hold: _Hold) -> bytes:
+        """Return the body of a request, unpacked."""
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared) > self._settings.max_body_bytes:
+            raise self._too_large()
+        try:
+            body = await asyncio.wait_for(self._collect(request, hold), self._settings.timeout_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise Refusal(
+                408, f"Expected the whole body within {self._settings.timeout_s:g} seconds, but it did not come."
+            ) from None
+        return self._unpack(body, request.headers.get("content-encoding", ""))
+
+    def add(self, hold: _Hold, n_bytes: int) -> None:
+        """Count more bytes as held, or refuse the request where there are too many."""
+        if self._held + n_bytes > self._settings.max_bytes_in_flight:
+            raise busy("The server holds too many requests already. Try again later.", 1)
+        self._held += n_bytes
+        hold.n_bytes += n_bytes
+
+    async def _collect(self, request: Request, hold: _Hold) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > self._settings.max_body_bytes:
+                raise self._too_large()
+            self.add(hold, len(chunk))
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _unpack(self, body: bytes, encoding: str) -> bytes:
+        encoding = encoding.strip().lower()
+        if encoding in ("", "identity"):
+            return body
+        if encoding not in ("gzip", "deflate"):
+            raise Refusal(415, f"Expected a body that is plain, gzip or deflate, but got {encoding[:40]!r}.")
+        unpacker = zlib.decompressobj(31 if encoding == "gzip" else 15)
+        try:
+            plain = unpacker.decompress(body, self._settings.max_body_bytes + 1)
+        except zlib.error:
+            raise Refusal(400, f"Expected the body to be packed with {encoding}, but it cannot be unpacked.") from None
+        if len(plain) > self._settings.max_body_bytes:
+            raise self._too_large()
+        if not unpacker.eof or unpacker.unused_data:
+            raise Refusal(400, f"Expected the body to be packed with {encoding}, but it is cut short or longer.")
+        return plain
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"Expected a body of at most {self._settings.max_body_bytes} bytes, but it is larger.")
+
+
+@dataclass
+class _Hold:
+    n_bytes: int = 0
+
+
+async def split_files(request: Request, body: bytes, max_files: int) -> list[NamedBytes]:
+    """Return the image files in a body: those of a form, or the body itself."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        if not body:
+            raise Refusal(400, "Expected an image file as the body, or a form with image files, but the body is empty.")
+        return [NamedBytes("body", body)]
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+        yield b""
+
+    try:
+        parser = MultiPartParser(request.headers, stream(), max_files=max_files, max_fields=max_files)
+        form = await parser.parse()
+    except MultiPartException as error:
+        status = 413 if "Too many" in error.message else 400
+        raise Refusal(status, f"Expected a form with at most {max_files} image files, but: {error.message}") from None
+    except (
+        KeyError,
+        ValueError,
+        LookupError,
+        UnicodeError,
+    ):  # a boundary that is missing or strange, a charset unknown
+        raise Refusal(400, "Expected a form with image files, but it cannot be read.") from None
+    async with form_closing(form.multi_items()) as files:
+        found = [NamedBytes((file.filename or "file")[:200], await file.read()) for file in files]
+    if not found:
+        raise Refusal(400, "Expected a form with image files, but there is no file in it.")
+    return found
+
+
+class form_closing:  # noqa: N801 - reads like a function
+    """The uploaded files of a form, closed at the end of the block."""
+
+    def __init__(self, items: list[tuple[str, UploadFile | str]]) -> None:
+        self._files = [value for _, value in items if isinstance(value, UploadFile)]
+
+    async def __aenter__(self) -> list[UploadFile]:
+        return self._files
+
+    async def __aexit__(self, *_: object) -> None:
+        for file in self._files:
+            await file.close()
+
+
+def decode_images(files: list[NamedBytes], preprocessing: Preprocessing, max_pixels: int) -> list[NDArray[np.uint8]]:
+    """Return each image as the model is to see it, uint8 (H, W, C)."""
+    images = []
+    for file in files:
+        try:
+            images.append(preprocessing.pixels(decode_image(file.data, max_pixels=max_pixels)))
+        except InputError as error:
+            reason = str(error).rstrip(".")
+            status = 413 if "more than the limit" in reason or "more pixels" in reason else 400
+            raise Refusal(status, f"Expected {file.name!r} to be an image, but {_lower(reason)}.") from None
+    return images
+
+
+def _lower(reason: str) -> str:
+    return reason[:1].lower() + reason[1:]

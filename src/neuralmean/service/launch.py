@@ -1,0 +1,135 @@
+"""From a saved file to a running server that ends well."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neuralmean.artefact import Artefact
+from neuralmean.detector import Detector
+from neuralmean.errors import InputError
+from neuralmean.preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("neuralmean.service")
+
+KEEP_ALIVE_S = 30
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a saved file gives to serve."""
+
+    detector: Detector
+    preprocessing: Preprocessing | None
+    name: str
+
+
+def load_served(
+    path: Path, *, name: str | None = None, model: str | None = None, weights: str | Path | None = None
+) -> Served:
+    """Read a saved detector and build the model that it belongs to.
+
+    Args:
+        path: The saved file; its header says how to build the model and prepare images.
+        name: What to call it; None takes the file's stem.
+        model: Spec of the model, instead of what the file says.
+        weights: Weights of the model, instead of what the file says.
+    """
+    from neuralmean.modelspec import resolve
+
+    info = Artefact.read(path).header.get("info", {})
+    spec = model or info.get("model")
+    if not isinstance(spec, str):
+        raise InputError(f"Expected {str(path)!r} to say which model it belongs to, but it does not. Pass `model`.")
+    resolved = resolve(spec, weights=weights or info.get("weights"), trusted=model is not None)
+    raw = info.get("preprocessing")
+    preprocessing = Preprocessing.from_json(raw) if raw is not None else resolved.preprocessing
+    return Served(Detector.load(path, resolved.model), preprocessing, name or path.stem)
+
+
+def run_server(app: FastAPI, *, host: str, port: int) -> None:
+    """Serve until SIGTERM or Ctrl+C; what was accepted by then is answered before this returns."""
+    import uvicorn
+
+    if not logging.getLogger().handlers and not log.handlers:
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    listening = _listen(host, port)
+    if not is_loopback(host) and app.state.service.settings.token is None:
+        log.warning("Anybody who reaches %s can use this server. Set a token, or keep it on 127.0.0.1.", host)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048
+    )
+    log.info("Serving %s on %s", app.state.service.name, address(listening))
+    _server(config).run(sockets=[listening])
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address can be reached from this machine only.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address(listening: socket.socket) -> str:
+    """Return the address of a socket that listens, as a browser takes it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, where = found[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            if sys.platform != "win32":
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(where)
+        except OSError:
+            listening.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"Expected to listen on {host!r} port {port}, but {reason}. Choose another port.") from None
+    return listening
+
+
+def _server(config: Any) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Generator[None, None, None]:
+            """Take SIGTERM and Ctrl+C as wishes to end well; uvicorn's own way raises them again at the end."""
+            if threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            wishes = (signal.SIGINT, signal.SIGTERM)
+            before = {wish: signal.signal(wish, self.handle_exit) for wish in wishes}
+            try:
+                yield
+            finally:
+                for wish, handler in before.items():
+                    signal.signal(wish, handler)
+
+    return Server(config)

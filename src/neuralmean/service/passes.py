@@ -1,0 +1,52 @@
+"""One forward pass of the service: the model's output, the decision, the vectors and, where asked for, the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neuralmean.data import to_batch
+from neuralmean.decision import Decision, Explanation, sum_by_layer
+from neuralmean.detector import Detector
+from neuralmean.discrepancy import vector_layers
+from neuralmean.errors import NotFittedError
+from neuralmean.fitting import contributions_of, score_rows
+from neuralmean.recorder import main_tensor
+from neuralmean.scorers import Observation
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass showed of N inputs."""
+
+    output: Tensor | None  # (N, ...) the main tensor of the model's own output
+    decision: Decision
+    vectors: Tensor  # (N, D)
+    explanation: Explanation | None  # of the rows asked for
+
+
+def run_pass(detector: Detector, inputs: Tensor, explain: Tensor | None = None) -> Pass:
+    """Run the model once on `inputs`; `explain` is the rows (indices) whose score is to be explained."""
+    if detector.calibration is None:
+        raise NotFittedError("Expected a detector with a threshold to serve. Call `fit` or `calibrate` first.")
+    with torch.no_grad():
+        detector._watch.check()
+        output, rows = detector._observer.observe(to_batch(inputs))
+        observation = detector._observation(rows)
+        decision = detector._decide(score_rows(detector.scorer, observation), detector.calibration)
+        explanation = None
+        if explain is not None and len(explain):
+            explanation = _explain(detector, observation[explain], decision.score[explain])
+    main = main_tensor(output)
+    if main is not None:
+        main = main.detach().cpu() if main.dim() > 0 and len(main) == len(inputs) else None
+    return Pass(main, decision, observation.vector.detach(), explanation)
+
+
+def _explain(detector: Detector, observation: Observation, scores: Tensor) -> Explanation:
+    by_channel, terms, exact = contributions_of(detector.scorer, observation)
+    columns = vector_layers(detector._layers, detector.statistic)
+    by_layer = sum_by_layer(by_channel, columns, len(detector.layers))
+    return Explanation(scores, detector.layers, tuple(detector.channels), by_layer, by_channel, terms, exact)

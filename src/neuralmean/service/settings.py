@@ -1,0 +1,116 @@
+"""The limits of the service and the token, checked once at the start."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from neuralmean.errors import InputError
+
+TOKEN_VARIABLE = "NMD_TOKEN"
+_SHORTEST_TOKEN = 8
+_COUNTS = ("max_batch", "queue", "max_body_bytes", "max_bytes_in_flight", "max_pixels", "window", "n_flagged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the service allows.
+
+    Attributes:
+        max_batch: Most inputs in one forward pass, and in one request.
+        max_wait_ms: Longest time that a request waits for others to share its pass, under load; alone it never waits.
+        queue: Most inputs that wait; more are refused at once with 503.
+        max_body_bytes: Largest request body, unpacked.
+        max_bytes_in_flight: Most bytes of request bodies held at a time.
+        max_pixels: Largest image, in pixels.
+        timeout_s: Longest time for a body to arrive, and for an answer.
+        token: What clients must send as `Authorization: Bearer TOKEN`; None lets everybody in.
+        thumbnails: Whether the page shows the latest flagged inputs.
+        n_flagged: How many of them are kept.
+        window: Length of the monitor's window.
+        drift_rate: Probability of ever raising a false drift alarm.
+        state: File that keeps the monitor's state; None forgets it at the end.
+        state_every_s: How often it is written.
+    """
+
+    max_batch: int = 64
+    max_wait_ms: float = 5.0
+    queue: int = 256
+    max_body_bytes: int = 16 * 2**20
+    max_bytes_in_flight: int = 256 * 2**20
+    max_pixels: int = 25_000_000
+    timeout_s: float = 30.0
+    token: str | None = None
+    thumbnails: bool = True
+    n_flagged: int = 24
+    window: int = 512
+    drift_rate: float = 0.01
+    state: str | Path | None = None
+    state_every_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"Expected `{name}` to be a whole number of at least 1, but got {value!r}.")
+        for name in ("max_wait_ms", "timeout_s", "state_every_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
+                raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value!r}.")
+        if self.queue < self.max_batch:
+            raise InputError(f"Expected `queue` to be at least `max_batch` ({self.max_batch}), but got {self.queue!r}.")
+        if self.token is not None:
+            check_token(self.token)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Settings:
+        """Build from keyword arguments, refusing unknown ones."""
+        allowed = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(allowed))
+        if unknown:
+            raise InputError(f"Expected only the options {allowed}, but got {unknown}.")
+        return cls(**options)
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{field.name}={'***' if field.name == 'token' and self.token else repr(getattr(self, field.name))}"
+            for field in fields(self)
+        )
+        return f"Settings({', '.join(shown)})"
+
+
+def read_token(token: str | None, file: str | Path | None, environment: Mapping[str, str]) -> str | None:
+    """Return the token that was given, or that a file holds, or that `NMD_TOKEN` holds; None where there is none."""
+    if token is not None and file is not None:
+        raise InputError("Expected a token or a file that holds it, but got both.")
+    if file is not None:
+        try:
+            token = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise InputError(f"Expected to read the token from {str(file)!r}, but {reason}.") from None
+    if token is None:
+        token = environment.get(TOKEN_VARIABLE)
+    if token is not None:
+        check_token(token)
+    return token
+
+
+def check_token(token: str) -> None:
+    """Raise unless a token can be sent in a header and is not easily guessed; the message never shows it."""
+    if not (token.isascii() and token.isprintable() and " " not in token) or len(token) < _SHORTEST_TOKEN:
+        raise InputError(
+            f"Expected the token to be at least {_SHORTEST_TOKEN} printable ASCII characters without spaces, "
+            f"but got {len(token)} characters that are not. Make one with `openssl rand -hex 16`."
+        )
+
+
+def is_authorised(header: bytes | None, token: str) -> bool:
+    """Tell whether an `Authorization` header carries the token, in a time that does not depend on what it carries."""
+    scheme, _, sent = (header or b"").strip().partition(b" ")
+    digests = (hashlib.sha256(value).digest() for value in (sent.strip(), token.encode()))
+    return hmac.compare_digest(*digests) and scheme.lower() == b"bearer"
