@@ -6,12 +6,14 @@ Free from batch-norm buffers, or from one pass over data that needs memory for t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from neuralmean.data import count_batches, to_batches
 from neuralmean.errors import InputError, NeuralMeanWarning
@@ -88,20 +90,40 @@ class Reference:
         data: Any,
         *,
         batch_size: int = 64,
+        all_ranks: bool = True,
     ) -> Reference:
         """Run the model once over `data` (the paper's Eq. 4); memory does not grow with the data.
+
+        Inside a `torch.distributed` job each rank passes its own part of the data, also none, and every rank gets the
+        reference of all parts together, the same to the last bit. All ranks must call this, as with any collective; a
+        rank that fails makes the others fail too rather than wait.
 
         Args:
             model: The trained model.
             layers: Dotted names or globs; None chooses as `Detector` does.
             data: Training data: a tensor, an array, a DataLoader, a Dataset or an iterable of batches.
             batch_size: Rows per batch where `data` comes in one piece.
+            all_ranks: False leaves other ranks of a distributed job out of it: each makes a reference of its own data.
         """
         recorder = Recorder(model, select_layers(model, layers), variance=True)
+        if not (all_ranks and _in_distributed_job()):
+            return cls._pass(recorder, data, batch_size)
+        try:
+            own, failure = cls._pass(recorder, data, batch_size, may_be_empty=True), None
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
+            own, failure = cls.of_nothing(recorder.layers), error
+        return _add_ranks(own, failure)
+
+    @classmethod
+    def _pass(cls, recorder: Recorder, data: Any, batch_size: int, *, may_be_empty: bool = False) -> Reference:
         total = cls.of_nothing(recorder.layers)
-        batches = to_batches(data, batch_size=batch_size)
+        steps = count_batches(data, batch_size=batch_size)
+        if may_be_empty:
+            data, steps = (_look_ahead(data, batch_size), None) if steps is None else (data, steps)
+            if steps == 0 or data is None:
+                return total
         with torch.no_grad():
-            steps = count_batches(data, batch_size=batch_size)
+            batches = to_batches(data, batch_size=batch_size)
             for batch in track(batches, description="Reference", total=steps, unit="batches"):
                 total = total + cls.of_recording(recorder.layers, recorder(batch, name="data"))
         return total
@@ -152,3 +174,53 @@ class Reference:
 def join_layers(statistics: dict[str, Tensor], layers: Sequence[Layer]) -> Tensor:
     """Concatenate per-layer statistics to (N, D) in the order of `layers`."""
     return torch.cat([statistics[layer.name] for layer in layers], dim=1).cpu()
+
+
+def _look_ahead(data: Any, batch_size: int) -> Any:
+    """Return data of unknown length as it was, or None if there is nothing in it."""
+    if isinstance(data, Dataset):
+        data = DataLoader(data, batch_size=batch_size)
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
+        return data
+    batches = iter(data)
+    first = next(batches, None)
+    return None if first is None else chain([first], batches)
+
+
+def _in_distributed_job() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _add_ranks(own: Reference, failure: Exception | None) -> Reference:
+    """Return the sum of the references of all ranks, added in the order of the ranks so that all get the same bits."""
+    moments = Moments.empty(0) if own.moments is None else own.moments
+    within = torch.zeros_like(moments.mean) if own.within is None else own.within
+    # Widths and failures first: to exchange vectors of different lengths would hang.
+    heads = _gather(torch.tensor([failure is not None, len(moments.mean), moments.count], dtype=torch.float64))
+    if failure is not None:
+        raise failure
+    broken = [rank for rank, head in enumerate(heads) if head[0]]
+    if broken:
+        raise InputError(f"Expected every rank to make its reference, but rank(s) {broken} failed. See their errors.")
+    if any(head[1] != len(moments.mean) for head in heads):
+        widths = [int(head[1]) for head in heads]
+        raise InputError(f"Expected the same layers on every rank, but they have {widths} channels.")
+    counts = [int(head[2]) for head in heads]
+    if not sum(counts):
+        raise InputError("Expected `data` to hold at least one example on some rank, but it is empty on all of them.")
+    total = Reference.of_nothing(own.layers)
+    for count, (mean, m2, mean_within) in zip(
+        counts, _gather(torch.stack([moments.mean, moments.m2, within])), strict=True
+    ):
+        if count:
+            total = total + Reference._of(own.layers, Moments(count, mean, m2), mean_within)
+    return total
+
+
+def _gather(values: Tensor) -> list[Tensor]:
+    """Return the `values` of every rank, in order, on the CPU."""
+    distributed = torch.distributed
+    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else "cpu"
+    parts = [torch.empty_like(values, device=device) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, values.to(device).contiguous())
+    return [part.cpu() for part in parts]
