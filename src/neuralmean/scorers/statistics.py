@@ -78,9 +78,8 @@ def ledoit_wolf(residuals: Tensor) -> Tensor:
 def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return `left` (K, R) and `right` (R, D) whose product is the best approximation of `matrix` of that rank."""
     rank = min(rank, *matrix.shape)
-    # Through the small Gram matrix of the classes: the columns are many.
-    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
-    left = vectors[:, values.argsort(descending=True)[:rank]]
+    # Through the small Gram matrix of the classes, as the columns are many; `eigh` fails on its repeated zeros.
+    left = torch.linalg.svd(matrix @ matrix.T)[0][:, :rank]
     return left, left.T @ matrix
 
 

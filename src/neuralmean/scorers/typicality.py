@@ -158,9 +158,10 @@ class TypicalityScorer(VectorScorer):
             feature = torch.zeros(len(inliers), 0)
         self.feature_keep_ = distinct_columns(feature, seed=self.seed).int()
         feature = feature[:, self.feature_keep_.long()].double()
-        self.feature_centre_ = feature.mean(dim=0).float()
-        self.feature_scale_ = feature.std(dim=0).clamp_min(1e-12).float()
-        self._keep_angle("feature", feature, classes, n_classes, feature.mean(dim=0), self.feature_scale_.double())
+        middle = feature.mean(dim=0)
+        scale = (feature - middle).square().mean(dim=0).sqrt().clamp_min(1e-12)
+        self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
+        self._keep_angle("feature", feature, classes, n_classes, middle, scale)
         return self
 
     def _keep_angle(

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from neuralmean.scorers.statistics import (
+    class_means,
+    distinct_columns,
+    explained_share,
+    ledoit_wolf,
+    low_rank,
+    shrink_means,
+    sketch_columns,
+)
+
+
+def test_repeated_and_constant_columns_are_dropped():
+    rows = torch.randn(50, 4)
+    table = torch.stack([rows[:, 0], rows[:, 1], rows[:, 0] + 3, torch.full((50,), 7.0), rows[:, 2], rows[:, 1]], dim=1)
+    assert distinct_columns(table).tolist() == [0, 1, 4]
+
+
+def test_columns_that_only_resemble_each_other_stay():
+    rows = torch.randn(500, 1)
+    table = torch.cat([rows, rows + 0.01 * torch.randn(500, 1)], dim=1)
+    assert distinct_columns(table).tolist() == [0, 1]
+
+
+def test_nothing_varies_in_constant_rows():
+    assert len(distinct_columns(torch.ones(10, 3))) == 0
+    assert len(distinct_columns(torch.ones(10, 0))) == 0
+
+
+def test_class_means_by_hand():
+    means, counts = class_means(torch.tensor([[1.0], [3.0], [8.0]]), torch.tensor([0, 0, 2]), 3)
+    assert means.tolist() == [[2.0], [4.0], [8.0]]  # the class without rows has the grand mean
+    assert counts.tolist() == [2, 0, 1]
+
+
+def test_the_explained_share_by_hand():
+    rows = torch.tensor([[0.0], [2.0], [10.0], [12.0]]).double()
+    classes = torch.tensor([0, 0, 1, 1])
+    means, counts = class_means(rows, classes, 2)
+    within, share = explained_share(rows, means, classes, counts)
+    # within: (1 + 1 + 1 + 1) / (4 - 2) = 2; between: 25; tau^2 = 25 - 2 * 1 / 4 = 24.5; share = 24.5 / 26.5
+    assert within.item() == pytest.approx(2**0.5)
+    assert share.item() == pytest.approx(24.5 / 26.5)
+
+
+def test_classes_that_are_alike_explain_nothing_on_average():
+    generator = torch.Generator().manual_seed(0)
+    rows, classes = torch.randn(400, 300, generator=generator).double(), torch.arange(400) % 20
+    means, counts = class_means(rows, classes, 20)
+    assert explained_share(rows, means, classes, counts)[1].mean() < 0.02
+
+
+def test_shrinking_by_hand():
+    means, centre = torch.tensor([[3.0], [-1.0]]).double(), torch.tensor([1.0]).double()
+    # share 1/2 and within 1: tau^2 = 1; a mean of 4 rows is kept by 1 / (1 + 1/4), one of 1 row by 1/2
+    shrunk = shrink_means(means, centre, torch.tensor([4, 1]), torch.tensor([1.0]).double(), torch.tensor([0.5]).double())
+    assert shrunk.flatten().tolist() == pytest.approx([1 + 2 * 0.8, 1 - 2 * 0.5])
+
+
+@pytest.mark.parametrize("shape", [(500, 5), (30, 40), (200, 100)], ids=str)
+def test_ledoit_wolf_equals_sklearn(shape):
+    from sklearn.covariance import ledoit_wolf as peer
+
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() @ torch.randn(shape[1], shape[1]).double()
+    expected, _ = peer(rows.numpy(), assume_centered=True)
+    np.testing.assert_allclose(ledoit_wolf(rows).numpy(), expected, rtol=1e-9)
+
+
+def test_low_rank_is_exact_where_the_rank_suffices_and_best_otherwise():
+    matrix = torch.randn(6, 40).double()
+    left, right = low_rank(matrix, 10)
+    torch.testing.assert_close(left @ right, matrix)
+    left, right = low_rank(matrix, 2)
+    singular = torch.linalg.svdvals(matrix)
+    assert (left.shape, right.shape) == ((6, 2), (2, 40))
+    assert (left @ right - matrix).square().sum().item() == pytest.approx(singular[2:].square().sum().item())
+
+
+def test_a_sketch_adds_signed_columns_up():
+    rows = torch.tensor([[1.0, 2.0, 4.0]])
+    assert sketch_columns(rows, torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, -1.0])).tolist() == [[-3.0, 2.0]]
+    assert sketch_columns(rows, torch.arange(3), torch.ones(3)) is rows

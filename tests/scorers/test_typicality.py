@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from neuralmean.errors import InputError
+from neuralmean.scorers import Observation, TypicalityScorer
+
+
+def clustered(n, seed, classes=3, width=20, spread=1.0):
+    """Rows around class centres, with logits that say the class and a feature that shows it."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99)) * 3
+    label = torch.randint(classes, (n,), generator=generator)
+    vector = centres[label] + spread * torch.randn(n, width, generator=generator)
+    logits = torch.nn.functional.one_hot(label, classes) * 8.0 + torch.randn(n, classes, generator=generator)
+    return Observation(vector, logits, vector[:, :6].clone())
+
+
+def _reference_far(scorer_rows, rows):
+    """The far term from its formula, one number at a time, with class means that need no shrinking to speak of."""
+    classes = scorer_rows.output.argmax(1).tolist()
+    n, k = len(classes), scorer_rows.output.shape[1]
+    width = scorer_rows.vector.shape[1]
+    columns = scorer_rows.vector.double().T.tolist()
+    shares, terms = [], []
+    probabilities = rows.output.double().softmax(1).tolist()
+    for c in range(width):
+        values = columns[c]
+        grand = sum(values) / n
+        means = [sum(v for v, g in zip(values, classes, strict=True) if g == j) / classes.count(j) for j in range(k)]
+        within = sum((v - means[g]) ** 2 for v, g in zip(values, classes, strict=True)) / (n - k)
+        between = sum(classes.count(j) / n * (means[j] - grand) ** 2 for j in range(k))
+        tau = max(between - within * (k - 1) / n, 0)
+        means = [grand + tau / (tau + within / classes.count(j)) * (means[j] - grand) for j in range(k)]
+        shares.append(tau / (tau + within))
+        terms.append(
+            [
+                abs(rows.vector[i, c].item() - sum(p * m for p, m in zip(probabilities[i], means, strict=True))) / within**0.5
+                for i in range(len(rows))
+            ]
+        )
+    return [sum(s * t[i] for s, t in zip(shares, terms, strict=True)) / sum(shares) for i in range(len(rows))]
+
+
+def test_the_far_term_equals_its_formula():
+    train, rows = clustered(200, 0), clustered(5, 1)
+    scorer = TypicalityScorer().fit(train)
+    torch.testing.assert_close(scorer._terms(rows)[:, 0], torch.tensor(_reference_far(train, rows)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_energy_term_equals_its_formula():
+    scorer, rows = TypicalityScorer().fit(clustered(200, 0)), clustered(4, 1)
+    expected = [-math.log(sum(math.exp(value) for value in row)) for row in rows.output.tolist()]
+    assert scorer._terms(rows)[:, 3].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_angle_is_minus_the_cosine_to_the_nearest_class():
+    train = clustered(2000, 0)
+    scorer = TypicalityScorer().fit(train)
+    centres = torch.stack([train.vector[train.output.argmax(1) == k].mean(0) for k in range(3)])
+    on_centre = Observation(centres, torch.eye(3) * 8, centres[:, :6])
+    assert scorer._terms(on_centre)[:, 1].tolist() == pytest.approx([-1, -1, -1], abs=1e-3)
+
+
+def test_an_input_between_the_classes_is_less_typical_than_one_of_a_class():
+    train = clustered(500, 0)
+    between = clustered(200, 2)
+    between = Observation(between.vector.roll(1, 1), between.output, between.feature.roll(1, 1))
+    scorer = TypicalityScorer().fit(train)
+    assert scorer.score(between).min() > scorer.score(clustered(200, 3)).quantile(0.99)
+
+
+def test_terms_are_standardised_on_rows_they_were_not_learnt_from():
+    scorer = TypicalityScorer().fit(clustered(1000, 0, width=200))
+    fresh = (scorer._terms(clustered(1000, 1, width=200)) - scorer.term_mean_) / scorer.term_std_
+    assert fresh.mean(0).abs().max() < 0.25
+    assert (fresh.std(0) - 1).abs().max() < 0.25
+
+
+@pytest.mark.parametrize("output", [None, "single"], ids=["no logits", "regression"])
+def test_a_model_without_classes_gets_what_is_possible(output):
+    train, fresh, strange = clustered(400, 0, classes=1), clustered(100, 1, classes=1), clustered(100, 2, classes=1, spread=4)
+
+    def strip(rows):
+        return Observation(rows.vector, None if output is None else rows.output[:, :1], None)
+
+    scorer = TypicalityScorer().fit(strip(train))
+    assert scorer.score(strip(strange)).median() > scorer.score(strip(fresh)).max()
+    assert scorer._terms(strip(fresh))[:, 2:].abs().max() == 0
+
+
+def test_more_classes_than_rows_are_no_trouble():
+    generator = torch.Generator().manual_seed(0)
+    train = Observation(torch.randn(60, 30), torch.randn(60, 500, generator=generator), torch.randn(60, 10))
+    assert torch.isfinite(TypicalityScorer().fit(train).score(train)).all()
+
+
+def test_state_stays_small_with_a_thousand_classes():
+    """A thousand classes and the 26,560 batch-norm channels of a ResNet-50: under 20 MB, whatever was learnt."""
+    classes, channels, feature = 1000, 26_560, 2048
+    low_rank = 64 * (classes + channels)
+    angles = 2 * (512 * 512 + 512 + classes * 512)
+    assert 4 * (low_rank + angles + 4 * channels + 3 * feature) < 20e6
+
+
+def test_a_batch_is_told_apart_more_sharply_than_one_input():
+    train, near = clustered(500, 0), clustered(400, 5, spread=1.15)
+    scorer = TypicalityScorer().fit(train)
+
+    def gap(size):
+        ours, theirs = (
+            torch.stack([scorer.score_batch(rows[slice(i, i + size)]) for i in range(0, 400, size)])
+            for rows in (clustered(400, 4), near)
+        )
+        return (theirs.mean() - ours.mean()) / (ours.std() + theirs.std())
+
+    assert gap(1) < gap(10) < gap(40)
+
+
+def test_a_batch_of_one_scores_as_the_input_itself():
+    scorer, rows = TypicalityScorer().fit(clustered(300, 0)), clustered(1, 1)
+    torch.testing.assert_close(scorer.score_batch(rows), scorer.score(rows)[0])
+
+
+def test_too_few_rows_are_an_error():
+    with pytest.raises(InputError, match="Expected at least 20 examples to fit the 'typicality' scorer, but got 5"):
+        TypicalityScorer().fit(clustered(5, 0))
+
+
+def test_rows_that_are_all_alike_are_an_error():
+    same = Observation(torch.ones(50, 3), torch.randn(50, 2), torch.randn(50, 2))
+    with pytest.raises(InputError, match="Expected inputs that differ from each other"):
+        TypicalityScorer().fit(same)
