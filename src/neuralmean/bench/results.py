@@ -88,8 +88,9 @@ class Results:
 
     def add(self, row: Row) -> None:
         """Add a row, in place of one with the same identity, and write the file."""
-        self._rows[identity(row)] = row
-        write_rows(self.path, list(self._rows.values()))
+        rows = {**self._rows, identity(row): row}
+        write_rows(self.path, list(rows.values()))
+        self._rows = rows
 
 
 def read_rows(path: Path | str) -> list[Row]:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 
 from neuralmean.bench import baselines, protocols
-from neuralmean.bench.baselines.base import Method, Read
+from neuralmean.bench.baselines.base import Method, Read, View
+from neuralmean.bench.baselines.measure import Meter
 from neuralmean.bench.baselines.trial import Scored, fit_method, score_set
 from neuralmean.bench.data import ImageSet
 from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
@@ -26,7 +27,6 @@ from neuralmean.bench.results import Row
 from neuralmean.data import Batch
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder, find_head
-from neuralmean.reference import join_layers
 
 REPEATS = 200
 WARM_UP = 5
@@ -108,7 +108,7 @@ def time_single(method: Method, trained: TrainedModel, images: ImageSet, *, repe
     begun = time.perf_counter()
     for number, one in enumerate(singles):
         base = _clock(lambda one=one: _plain(trained, one.source))  # type: ignore[misc]
-        cost = _clock(lambda one=one: score_set(method, trained, one, reader))  # type: ignore[misc]
+        cost = _clock(lambda one=one: method.score(_view(method, trained, one, reader)))  # type: ignore[misc]
         if number >= WARM_UP:
             plain.append(base)
             own.append(cost)
@@ -135,7 +135,9 @@ class LiveReader:
 
     def __init__(self, trained: TrainedModel, reads: frozenset[Read]) -> None:
         self._trained, self._reads = trained, reads
-        self._layers = select_layers(trained.model) if {"means", "variances"} & reads else ()
+        layers = select_layers(trained.model)
+        # A recorder watches something in any case: for the feature alone, one layer, whose mean nobody looks at.
+        self._layers = layers if {"means", "variances"} & reads else layers[-1:] if "feature" in reads else ()
         self._recorder: Recorder | None = None
 
     def __call__(self, images: ImageSet, *, variance: bool) -> Features:
@@ -143,7 +145,7 @@ class LiveReader:
         begun = time.perf_counter()
         batch = Batch((self._trained.preprocess(images.images),))
         with torch.no_grad():
-            if self._recorder is None and not self._layers and "feature" not in self._reads:
+            if not self._layers:
                 logits = self._trained.model(batch.first)
                 return Features((), torch.zeros(len(images), 0), None, logits, None, time.perf_counter() - begun)
             if self._recorder is None:
@@ -151,9 +153,12 @@ class LiveReader:
                 head = find_head(self._trained.model, batch) if wants_head else None
                 self._recorder = Recorder(self._trained.model, self._layers, variance=variance, head=head)
             held = self._recorder(batch, name=images.name)
-        means = join_layers(held.means, self._layers) if self._layers else torch.zeros(len(images), 0)
-        variances = join_layers(held.variances, self._layers) if variance else None
-        return Features(self._layers, means, variances, held.logits, held.feature, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        return Features(self._layers, held.mean, held.variance, held.logits, held.feature, seconds)
+
+
+def _view(method: Method, trained: TrainedModel, images: EvalSet, reader: LiveReader) -> View:
+    return View(trained, images.source, None, reads=method.reads, reader=reader, meter=Meter())
 
 
 def _plain(trained: TrainedModel, images: ImageSet) -> None:

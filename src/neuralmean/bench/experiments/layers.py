@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from neuralmean.bench import protocols
@@ -16,6 +11,7 @@ from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
 from neuralmean.bench.experiments.workbench import Workbench, summarise
 from neuralmean.bench.protocols import EvalSet, FitSet
 from neuralmean.layers import Layer, layer_slices
+from neuralmean.scorers.logistic import LogisticScorer
 
 FIT_IMAGES = 2000  # of each kind: some thirty fits per OOD set
 
@@ -83,18 +79,12 @@ def first_counts(total: int) -> list[int]:
     return counts if counts[-1] == total else [*counts, total]
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A logistic regression on standardised columns."""
-
-    mean: npt.NDArray[np.float64]
-    std: npt.NDArray[np.float64]
-    weights: npt.NDArray[np.float64]  # (D,), of the standardised columns
-    bias: float
-
-
 class FirstLayers(Method):
-    """Logistic regression on the standardised NMD of the first k layers, as the paper's ablation has it."""
+    """Ours-LR on the first k layers; the scorer standardises the vector, as the paper's ablation does.
+
+    Args:
+        count: How many layers.
+    """
 
     name = "ours-lr-first"
     title = "Ours-LR, first layers"
@@ -104,43 +94,25 @@ class FirstLayers(Method):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._line: _Line | None = None
+        self._scorer = LogisticScorer()
         self._layers: tuple[Layer, ...] = ()
 
     def fit(self, context: Context) -> None:
-        """Standardise on all images of the fit, then fit."""
-        if context.outliers is None:
-            raise TypeError("a full-access draw has outliers")
+        """Fit on the columns of the first layers."""
         self._layers = context.inliers.layers[: self.count]
-        width = sum(layer.channels for layer in self._layers)
-        parts = [context.inliers.means[:, :width], context.outliers.means[:, :width]]
-        # NMD is the channel mean minus a constant; standardising takes the constant out again.
-        self._line = fit_line(torch.cat(parts), torch.tensor([0] * len(parts[0]) + [1] * len(parts[1])))
+        outliers = None if context.outliers is None else self._columns(context.outliers)
+        self._scorer.fit(self._columns(context.inliers), outliers)
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
-        line = self._fitted()
-        columns = examples.means[:, : len(line.weights)].double()
-        scaled = (columns - torch.from_numpy(line.mean)) / torch.from_numpy(line.std)
-        return scaled @ torch.from_numpy(line.weights) + line.bias
+        return self._scorer.score(self._columns(examples))
 
     def importance(self) -> dict[str, float]:
-        """Mean magnitude of the coefficients of each layer's channels."""
-        weights = np.abs(self._fitted().weights)
-        return {name: float(weights[columns].mean()) for name, columns in layer_slices(self._layers).items()}
+        """Mean magnitude of the weights of each layer's channels, all standardised."""
+        self._scorer.check_fitted()
+        weights = self._scorer.weight_.abs()
+        return {name: weights[columns].mean().item() for name, columns in layer_slices(self._layers).items()}
 
-    def _fitted(self) -> _Line:
-        if self._line is None:
-            raise RuntimeError("`fit` comes before `score`")
-        return self._line
-
-
-def fit_line(columns: Tensor, labels: Tensor) -> _Line:
-    """Fit a logistic regression with sklearn's defaults, as the paper does, on standardised columns (N, D)."""
-    from sklearn.linear_model import LogisticRegression
-
-    values = columns.double().numpy()
-    mean, std = values.mean(axis=0), np.maximum(values.std(axis=0), 1e-12)
-    model = LogisticRegression(max_iter=2000)
-    model.fit((values - mean) / std, labels.numpy())
-    return _Line(mean, std, model.coef_[0], float(model.intercept_[0]))
+    def _columns(self, view: View) -> Tensor:
+        # NMD is the channel mean minus a constant; standardising takes the constant out again.
+        return view.means[:, : sum(layer.channels for layer in self._layers)]

@@ -1,0 +1,174 @@
+"""The paper's figures, drawn from rows: bars of AUROC, scatter of mini-batches, layers, time against AUROC.
+
+Every plot comes back as SVG text; the same rows give the same text.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from neuralmean.bench import baselines, data, models
+from neuralmean.bench.results import Row
+from neuralmean.errors import MissingExtraError
+
+GREEN, RED, BLUE, PINK = "#21901f", "#e02020", "#5b7fc7", "#d6549c"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing: a name for its file, words for those who cannot see it, and the SVG."""
+
+    name: str
+    alt: str
+    svg: str
+
+
+def draw(experiment: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> list[Plot]:
+    """Return the plots of one experiment.
+
+    Args:
+        experiment: Its name.
+        rows: Its rows.
+        all_rows: All rows, for a plot that shows two experiments side by side.
+    """
+    if experiment in ("batch-size", "untrained"):
+        return _scatters(experiment, rows)
+    if experiment == "layers":
+        return [_layers(rows)]
+    if experiment == "latency":
+        return [_latency(rows)]
+    if experiment == "variance":
+        return []
+    return [_bars(experiment, model, inside, rows) for model, inside in _pairs(rows)]
+
+
+def _pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((row["model"], row["id"]) for row in rows))
+
+
+def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot:
+    """AUROC of every method for every OOD set, as in figures 4 to 6."""
+    own = [row for row in rows if (row["model"], row["id"]) == (model, inside) and row["auroc"] is not None]
+    oods = list(dict.fromkeys(row["ood"] for row in own))
+    methods = list(dict.fromkeys(row["method"] for row in own))
+    cells = {(row["method"], row["ood"]): row for row in own}
+    figure, axes = _figure(width=max(6.0, 1.2 * len(oods) * max(1, len(methods) / 5)), height=3.2)
+    width = 0.8 / max(1, len(methods))
+    for place, method in enumerate(methods):
+        there = [(x, cells[method, ood]) for x, ood in enumerate(oods) if (method, ood) in cells]
+        axes.bar(
+            [x + (place - (len(methods) - 1) / 2) * width for x, _ in there],
+            [row["auroc"] for _, row in there],
+            width,
+            yerr=[row.get("auroc_std", 0.0) for _, row in there],
+            label=_title(method),
+            error_kw={"linewidth": 0.8},
+        )
+    axes.set_xticks(range(len(oods)), [_set(ood) for ood in oods])
+    axes.axhline(50, color="#999", linewidth=0.8, linestyle=":")
+    axes.set_ylim(min(40.0, *(row["auroc"] for row in own)) - 2, 101)
+    axes.set_ylabel("AUROC, %")
+    axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
+    axes.legend(fontsize=7, ncols=min(6, len(methods)), loc="lower center", bbox_to_anchor=(0.5, -0.42), frameon=False)
+    alt = f"Bars of AUROC by method and OOD set, {_model(model)} on {_set(inside)}"
+    return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
+
+
+def _scatters(experiment: str, rows: Sequence[Row]) -> list[Plot]:
+    """Scores of mini-batches, one panel a batch size, as in figures 3 and 8; of several seeds the first."""
+    found = []
+    for kind, ood in dict.fromkeys((row["kind"], row["ood"]) for row in rows):
+        own = [row for row in rows if (row["kind"], row["ood"]) == (kind, ood)]
+        own = [row for row in own if row["seed"] == min(r["seed"] for r in own)]
+        own.sort(key=lambda row: row["batch_size"])
+        figure, axes = _figure(width=2.2 * len(own), height=2.6, columns=len(own))
+        for panel, row in zip(axes if len(own) > 1 else [axes], own, strict=True):
+            panel.scatter(range(len(row["id_scores"])), row["id_scores"], s=5, color=GREEN, label=_set(row["id"]))
+            panel.scatter(range(len(row["ood_scores"])), row["ood_scores"], s=5, color=RED, label=_set(ood))
+            panel.set_title(f"batch of {row['batch_size']}: {row['auroc']:.1f}", fontsize=9)
+            panel.tick_params(labelsize=7)
+            panel.set_xticks([])
+        first = axes[0] if len(own) > 1 else axes
+        first.set_ylabel("mean |NMD|", fontsize=8)
+        first.legend(fontsize=7, frameon=False)
+        words = "random weights, " + kind if experiment == "untrained" else "trained"
+        figure.suptitle(f"{_model(own[0]['model'])}, {words}; AUROC above each panel", fontsize=9)
+        alt = f"Scores of mini-batches of {_set(own[0]['id'])} and {_set(ood)}, {words}"
+        found.append(Plot(f"{experiment}-{ood}-{kind.replace(' ', '-')}", alt, _svg(figure)))
+    return found
+
+
+def _layers(rows: Sequence[Row]) -> Plot:
+    """Importance of each layer above, AUROC of the first k layers below, as in figure 7."""
+    oods = list(dict.fromkeys(row["ood"] for row in rows))
+    figure, axes = _figure(width=4.5 * len(oods), height=5.0, columns=len(oods), lines=2, squeeze=False)
+    for column, (ood, colour) in enumerate(zip(oods, (BLUE, PINK, GREEN, RED) * 3, strict=False)):
+        own = sorted((row for row in rows if row["ood"] == ood), key=lambda row: row["layers"])
+        importance: dict[str, float] = next((row["importance"] for row in own if "importance" in row), {})
+        top, bottom = axes[0][column], axes[1][column]
+        top.bar(range(1, len(importance) + 1), list(importance.values()), color=colour)
+        top.set_title(f"{_set(own[0]['id'])} against {_set(ood)}", fontsize=10)
+        top.set_ylabel("mean |coefficient|", fontsize=8)
+        bottom.plot([row["layers"] for row in own], [row["auroc"] for row in own], "o-", color=colour, markersize=3)
+        bottom.set_xlabel("first k layers", fontsize=8)
+        bottom.set_ylabel("AUROC, %", fontsize=8)
+    alt = "Importance of each layer, and AUROC when only the first k layers are used"
+    return Plot("layers", alt, _svg(figure))
+
+
+def _latency(rows: Sequence[Row]) -> Plot:
+    """AUROC against the time to fit and against the time for one image, as in figure 1."""
+    figure, axes = _figure(width=9.0, height=3.6, columns=2)
+    panels = (("fit_seconds", "time to fit, s"), ("latency_ms", "one image, ms"))
+    for panel, (key, label) in zip(axes, panels, strict=True):
+        for row in rows:
+            ours = str(row["method"]).startswith("ours")
+            x = max(row[key], 0.1)
+            panel.scatter([x], [row["auroc"]], color=RED if ours else BLUE, s=18)
+            panel.annotate(
+                _title(row["method"]), (x, row["auroc"]), fontsize=7, xytext=(3, 3), textcoords="offset points"
+            )
+        panel.set_xscale("log")
+        panel.set_xlabel(label, fontsize=8)
+        panel.set_ylabel("AUROC, %", fontsize=8)
+    axes[1].axvline(rows[0]["plain_ms"], color="#999", linestyle=":", linewidth=0.8)
+    alt = "AUROC against the time to fit and the time for one image; the dotted line is the plain forward pass"
+    return Plot("latency", alt, _svg(figure))
+
+
+def _figure(*, width: float, height: float, columns: int = 1, lines: int = 1, squeeze: bool = True) -> tuple[Any, Any]:
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError(
+            "Drawing plots needs the 'matplotlib' package. Install it with `pip install neuralmean[bench]`."
+        ) from None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)  # no global state, no display
+    return figure, figure.subplots(lines, columns, squeeze=squeeze)
+
+
+def _svg(figure: Any) -> str:
+    import matplotlib as mpl
+
+    text = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "neuralmean", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]
+
+
+def _title(method: str) -> str:
+    return baselines.make(method).title if method in baselines.names() else method
+
+
+def _set(name: str) -> str:
+    return data.dataset(name).title if name in data.names() else name
+
+
+def _model(name: str) -> str:
+    return models.architecture(name).title if name in models.names() else name

@@ -1,0 +1,316 @@
+"""From a results file to a page that people read: every experiment's figures beside the paper's, with the difference.
+
+Writes HTML (one file, plots inside) and Markdown (plots in a folder beside it). Reads rows only; measures nothing.
+"""
+
+from __future__ import annotations
+
+import html as escaping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuralmean.bench import baselines, data, experiments, models, plots
+from neuralmean.bench.experiments import paper
+from neuralmean.bench.experiments.remarks import REMARKS
+from neuralmean.bench.results import Row, read_rows
+from neuralmean.errors import InputError
+from neuralmean.files import write_atomically
+
+DAGGER = "†"
+NOTHING, MINUS = "\u2013", "\u2212"
+_LEGEND = (
+    "AUROC, TNR95 (share of OOD rejected when 95 % of ID is kept) and detection accuracy in percent; higher is better. "
+    "Brackets hold 95 % bootstrap intervals; ± is the standard deviation over draws. "
+    f"{DAGGER}: the paper's figure is for ResNet-34, of which no weights were at hand; ours is for the model named."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, column names and rows of text; the first columns are names, the others figures."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: int  # how many columns are names
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment of the report."""
+
+    name: str
+    title: str
+    reference: str
+    remark: str
+    tables: tuple[Table, ...]
+    plots: tuple[plots.Plot, ...]
+
+
+def write(results: Path | str, *, html: Path | str | None = None, markdown: Path | str | None = None) -> list[Path]:
+    """Write the report of a results file and return the files written.
+
+    Args:
+        results: The file that `experiments.run` made.
+        html: Where the HTML page goes.
+        markdown: Where the Markdown page goes; its plots go to a folder `<stem>-plots` beside it.
+    """
+    if html is None and markdown is None:
+        raise InputError("Expected `html` or `markdown` to say where the report goes, but both are None.")
+    rows = read_rows(results)
+    if not rows:
+        raise InputError(f"Expected rows in {str(results)!r}, but it has none yet. Make some with `nmd bench run`.")
+    sections = build(rows)
+    written: list[Path] = []
+    if html is not None:
+        with write_atomically(html, "w") as handle:
+            handle.write(to_html(sections, rows))
+        written.append(Path(html))
+    if markdown is not None:
+        path = Path(markdown)
+        folder = path.parent / f"{path.stem}-plots"
+        for plot in (plot for section in sections for plot in section.plots):
+            folder.mkdir(exist_ok=True)
+            with write_atomically(folder / f"{plot.name}.svg", "w") as handle:
+                handle.write(plot.svg)
+            written.append(folder / f"{plot.name}.svg")
+        with write_atomically(path, "w") as handle:
+            handle.write(to_markdown(sections, rows, folder.name))
+        written.append(path)
+    return written
+
+
+def build(rows: Sequence[Row]) -> list[Section]:
+    """Return a section for every experiment that has rows, in the order of the paper."""
+    sections = []
+    for name in experiments.names():
+        own = [row for row in rows if row["experiment"] == name]
+        if not own:
+            continue
+        experiment = experiments.get(name)
+        sections.append(
+            Section(
+                name,
+                experiment.title,
+                experiment.reference,
+                REMARKS.get(name, ""),
+                tuple(_tables(name, own)),
+                tuple(plots.draw(name, own, rows)),
+            )
+        )
+    return sections
+
+
+def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
+    if name == "latency":
+        return [_latency_table(rows)]
+    tables = []
+    for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
+        caption = f"{models.architecture(model).title}, {_set_title(inside)} as ID"
+        if len({row["ood"] for row in own}) > 1 and not any(row.get("setting") for row in own):
+            tables.append(_overview(caption, own))
+        tables.append(_detail(caption, own))
+    return tables
+
+
+def _overview(caption: str, rows: Sequence[Row]) -> Table:
+    """AUROC of methods by OOD sets."""
+    oods = list(dict.fromkeys(row["ood"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells = {(row["method"], row["ood"]): row["auroc"] for row in rows}
+    lines = []
+    for method in methods:
+        values = [cells.get((method, ood)) for ood in oods]
+        known = [value for value in values if value is not None]
+        mean = sum(known) / len(known) if known else None
+        lines.append((method_title(method), *map(_percent, values), _percent(mean)))
+    columns = ("method", *map(_set_title, oods), "mean")
+    return Table(f"{caption}: AUROC at a glance", columns, tuple(lines), names=1)
+
+
+def _detail(caption: str, rows: Sequence[Row]) -> Table:
+    columns = (
+        "OOD",
+        "method",
+        "AUROC",
+        "paper",
+        "diff.",
+        "TNR95",
+        "paper",
+        "diff.",
+        "accuracy",
+        "paper",
+        "diff.",
+        "images (ID / OOD)",
+        "fitted on (ID / OOD)",
+    )
+    lines = []
+    for row in rows:
+        printed, mark = paper.beside(row), ""
+        if printed is None:
+            printed, mark = paper.stand_in(row), DAGGER
+        figures: list[str] = []
+        for metric in ("auroc", "tnr95", "accuracy"):
+            theirs = None if printed is None else getattr(printed, metric)
+            figures += [_with_spread(row, metric), *_compare(row[metric], theirs, mark)]
+        label = method_title(row["method"]) + (f", {row['setting']}" if row.get("setting") else "")
+        fitted = f"{row.get('n_fit_id') or 0:,} / {row.get('n_fit_ood') or 0:,}"
+        lines.append((_set_title(row["ood"]), label, *figures, f"{row['n_id']:,} / {row['n_ood']:,}", fitted))
+    return Table(caption, columns, tuple(lines), names=2)
+
+
+def _latency_table(rows: Sequence[Row]) -> Table:
+    columns = (
+        "method",
+        "AUROC",
+        "fit, s",
+        "paper, s",
+        "one image, ms",
+        "paper, ms",
+        "ratio to plain pass",
+        "paper's ratio",
+        "passes an image",
+        "peak MB",
+    )
+    plain = paper.timing("plain")
+    base = plain.latency_ms if plain else None
+    first = rows[0]
+    lines = [("Plain pass", *[NOTHING] * 3, f"{first['plain_ms']:.1f}", _number(base), "1.00", "1.00", "1", NOTHING)]
+    for row in rows:
+        theirs = paper.timing(row["method"])
+        ratio = None if theirs is None or base is None else theirs.latency_ms / base
+        lines.append(
+            (
+                method_title(row["method"]),
+                _percent(row["auroc"]),
+                _number(row["fit_seconds"]),
+                _number(None if theirs is None else theirs.fit_seconds),
+                _number(row["latency_ms"]),
+                _number(None if theirs is None else theirs.latency_ms),
+                _number(row["ratio"], 2),
+                _number(ratio, 2),
+                _number(row["passes_per_image"]),
+                _number(row["peak_mb"], 0),
+            )
+        )
+    title = models.architecture(first["model"]).title
+    where = f"{first['threads']} threads, {first['machine']}, median of {first['repeats']} images"
+    caption = f"{title}, {_set_title(first['id'])} against {_set_title(first['ood'])}; {where}"
+    return Table(caption, columns, tuple(lines), names=1)
+
+
+def method_title(name: str) -> str:
+    """What a method is called in tables; its name, where it is not known any more."""
+    return baselines.make(name).title if name in baselines.names() else name
+
+
+def _set_title(name: str) -> str:
+    return data.dataset(name).title if name in data.names() else name
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f}"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+def _with_spread(row: Row, metric: str) -> str:
+    text = _percent(row[metric])
+    if f"{metric}_std" in row:
+        return f"{text} ± {row[f'{metric}_std']:.1f}"
+    if f"{metric}_ci" in row:
+        low, high = row[f"{metric}_ci"]
+        return f"{text} [{low:.1f}, {high:.1f}]"
+    return text
+
+
+def _compare(ours: float | None, theirs: float | None, mark: str) -> tuple[str, str]:
+    if ours is None or theirs is None:
+        return NOTHING, NOTHING
+    return f"{theirs:.1f}{mark}", f"{ours - theirs:+.1f}{mark}".replace("-", MINUS)
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    weights = sorted({str(row["weights"]) for row in rows if row.get("weights")})
+    sets = list(dict.fromkeys(_set_title(row[key]) for row in rows for key in ("id", "ood")))
+    limits = sorted({row["limit"] for row in rows if row.get("limit")})
+    quick = f" A quick look: at most {limits[0]} images of a set." if limits else ""
+    return (
+        f"{len(rows)} rows of {len({row['experiment'] for row in rows})} experiments, on {', '.join(sets)}; "
+        f"weights: {', '.join(weights)}.{quick}"
+    )
+
+
+def to_markdown(sections: Iterable[Section], rows: Sequence[Row], plots_folder: str) -> str:
+    """Return the report as Markdown."""
+    parts = [
+        "# Results",
+        "Made by `nmd bench report` from a results file; do not edit by hand.",
+        _summary(rows),
+        _LEGEND,
+    ]
+    for section in sections:
+        parts += [f"## {section.name}: {section.title}", f"The paper's {section.reference}."]
+        parts += [f"![{plot.alt}]({plots_folder}/{plot.name}.svg)" for plot in section.plots]
+        if section.remark:
+            parts.append(section.remark)
+        for table in section.tables:
+            parts += [f"**{table.caption}**", _markdown_table(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(table: Table) -> str:
+    marks = ["---" if place < table.names else "---:" for place in range(len(table.columns))]
+    lines = [table.columns, marks, *table.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def to_html(sections: Iterable[Section], rows: Sequence[Row]) -> str:
+    """Return the report as one HTML page that needs nothing from outside."""
+    body: list[str] = [f"<h1>Results</h1><p>{_text(_summary(rows))}</p><p>{_text(_LEGEND)}</p>"]
+    sections = list(sections)
+    links = " · ".join(f'<a href="#{section.name}">{_text(section.name)}</a>' for section in sections)
+    body.append(f"<nav>{links}</nav>")
+    for section in sections:
+        body.append(f'<h2 id="{section.name}">{_text(section.name)}: {_text(section.title)}</h2>')
+        body.append(f"<p>The paper's {_text(section.reference)}.</p>")
+        body += [f'<figure role="img" aria-label="{_text(plot.alt)}">{plot.svg}</figure>' for plot in section.plots]
+        body.append(f"<p>{_text(section.remark)}</p>" if section.remark else "")
+        body += [_html_table(table) for table in section.tables]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>neuralmean: results</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{_text(column)}</th>" for column in table.columns)
+    lines = []
+    for row in table.rows:
+        cells = (
+            f"<td{' class=n' if place >= table.names else ''}>{_text(cell)}</td>" for place, cell in enumerate(row)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    caption = f"<caption>{_text(table.caption)}</caption>"
+    return f"<div class=t><table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _text(value: Any) -> str:
+    return escaping.escape(str(value))
+
+
+_STYLE = """
+:root{color-scheme:light}body{font:16px/1.5 system-ui,sans-serif;margin:0;color:#1c1c1c;background:#fff}
+main{max-width:72rem;margin:0 auto;padding:1.5rem}h2{margin-top:3rem;border-bottom:1px solid #ddd}
+nav{margin:1rem 0}a{color:#0b5cad}.t{overflow-x:auto;margin:1rem 0}
+table{border-collapse:collapse;font-size:14px}caption{text-align:left;font-weight:600;padding:.4rem 0}
+th,td{padding:.25rem .6rem;border-bottom:1px solid #e4e4e4;text-align:left;white-space:nowrap}
+td.n{text-align:right;font-variant-numeric:tabular-nums}th{border-bottom:2px solid #999}
+figure{margin:1rem 0}figure svg{max-width:100%;height:auto}
+"""

@@ -1,0 +1,349 @@
+"""Every experiment runs from images and weights in two folders, goes on after an interruption, says what is missing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from neuralmean.bench import baselines, experiments, models
+from neuralmean.bench.experiments import latency, paper, untrained
+from neuralmean.bench.experiments.base import cases
+from neuralmean.bench.experiments.batch_size import batch_scores
+from neuralmean.bench.experiments.inputs import Inputs
+from neuralmean.bench.experiments.layers import first_counts
+from neuralmean.bench.experiments.workbench import Workbench
+from neuralmean.bench.results import COLUMNS, Results
+from neuralmean.errors import InputError, NeuralMeanWarning
+
+SETS = {"cifar10-train": 60, "cifar10-test": 60, "svhn-train": 60, "svhn-test": 60, "imagenet-crop": 150}
+NEAR = {"cifar100-train": 60, "cifar100-test": 60}
+ON_RESNET20 = ["transfer", "latency", "layers", "variance", "batch-size", "untrained"]
+
+
+def write_sets(folder, sets):
+    for seed, (name, count) in enumerate(sets.items()):
+        high = 120 if name.startswith("svhn") else 256
+        pixels = np.random.default_rng(seed).integers(0, high, (count, 32, 32, 3), dtype=np.uint8)
+        np.savez(folder / f"{name}.npz", images=pixels, labels=np.arange(count) % 10)
+
+
+def write_weights(folder, name="resnet20", inside="CIFAR-10"):
+    torch.manual_seed(0)
+    model = models.build(name).train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(16, 3, 32, 32))  # stands for training: the batch norms have seen something
+    tensors = {key: value for key, value in model.state_dict().items() if not key.endswith("num_batches_tracked")}
+    metadata = {"architecture": name, "dataset": inside, "mean": "0.5,0.5,0.5", "std": "0.25,0.25,0.25"}
+    save_file(tensors, folder / f"{name}-{inside.lower().replace('-', '')}.safetensors", metadata)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bench")
+    for name in ("data", "weights"):
+        (root / name).mkdir()
+    write_sets(root / "data", {**SETS, **NEAR})
+    write_weights(root / "weights")
+    return root
+
+
+def run_all(folders):
+    methods = ["msp", "energy", "ours-avg", "ours-lr", "ours-lr-nvd"]
+    where = {"data": folders / "data", "weights": folders / "weights", "out": folders / "rows.json"}
+    return experiments.run(None, limit=50, methods=methods, **where)
+
+
+@pytest.fixture(scope="module")
+def rows(folders):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "ENOUGH_SECONDS", 0.0)
+        patch.setattr(untrained, "SEEDS", (0,))
+        return run_all(folders)
+
+
+def of(rows, experiment):
+    return [row for row in rows if row["experiment"] == experiment]
+
+
+def test_everything_that_data_and_weights_allow_was_run(rows):
+    assert {row["experiment"] for row in rows} == set(ON_RESNET20)
+
+
+def test_every_row_has_the_columns_of_the_design_in_its_order_and_is_json(rows, folders):
+    assert all(tuple(row)[: len(COLUMNS)] == COLUMNS for row in rows)
+    assert json.loads((folders / "rows.json").read_text()) == rows
+
+
+def test_figures_are_percentages_and_counts_are_those_of_the_images(rows):
+    for row in of(rows, "transfer"):
+        assert 0 <= row["tnr95"] <= 100
+        assert 0 <= row["auroc"] <= 100
+        assert 50 <= row["accuracy"] <= 100
+        assert (row["n_id"], row["n_ood"]) == (50, 50)
+        assert row["seconds"] > 0
+        low, high = row["auroc_ci"]
+        assert low <= row["auroc"] <= high
+
+
+def test_transfer_learns_from_cifar100_and_is_judged_by_others(rows):
+    own = of(rows, "transfer")
+    assert {row["ood"] for row in own} == {"svhn", "imagenet-crop"}
+    assert {row["fit_ood"] for row in own if row["method"] == "ours-lr"} == {"cifar100"}
+    assert {row["protocol"] for row in own} == {"transfer"}
+
+
+def test_darker_images_are_found_by_what_learnt_from_nothing_but_the_buffers(rows):
+    scores = {row["setting"]: row["auroc"] for row in of(rows, "batch-size") if row["ood"] == "svhn"}
+    assert set(scores) == {f"batch {size}" for size in (1, 2, 4, 8, 16, 32)}
+    assert scores["batch 32"] > 95
+
+
+def test_the_untrained_network_is_judged_with_both_references(rows):
+    assert {row["kind"] for row in of(rows, "untrained")} == {"buffers as born", "reference from data"}
+
+
+def test_layers_has_the_importance_of_every_layer_in_its_last_row(rows):
+    own = [row for row in of(rows, "layers") if row["ood"] == "cifar100"]
+    assert [row["layers"] for row in own] == first_counts(19)
+    assert list(own[-1]["importance"])[:2] == ["bn1", "layer1.0.bn1"]
+    assert len(own[-1]["importance"]) == 19
+    assert all("importance" not in row for row in own[:-1])
+
+
+def test_latency_has_times_beside_the_plain_pass(rows):
+    own = of(rows, "latency")
+    assert "ours-lr" in {row["method"] for row in own}
+    for row in own:
+        assert row["latency_ms"] > 0
+        assert row["plain_ms"] > 0
+        assert row["repeats"] == 10
+        assert row["passes_per_image"] >= 1
+
+
+def test_a_second_run_computes_nothing(rows, folders, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(untrained, "SEEDS", (0,))
+    monkeypatch.setattr("neuralmean.bench.experiments.workbench.run_trial", refuse)
+    monkeypatch.setattr("neuralmean.bench.experiments.latency.fit_method", refuse)
+    monkeypatch.setattr("neuralmean.bench.experiments.batch_size.batch_scores", refuse)
+    before = (folders / "rows.json").stat().st_mtime_ns
+    again = run_all(folders)
+    assert again == rows
+    assert (folders / "rows.json").stat().st_mtime_ns == before
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_rows(folders, tmp_path, monkeypatch):
+    where = {"data": folders / "data", "weights": folders / "weights", "limit": 50, "methods": ["msp", "energy"]}
+    whole = experiments.run(["transfer"], out=tmp_path / "whole.json", **where)
+    add, count = Results.add, []
+
+    def stop_at_the_third(self, row):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        add(self, row)
+
+    monkeypatch.setattr(Results, "add", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(["transfer"], out=tmp_path / "rows.json", cache=tmp_path / "cache", **where)
+    assert len(json.loads((tmp_path / "rows.json").read_text())) == 2
+    count.extend([1] * 5)
+    rest = experiments.run(["transfer"], out=tmp_path / "rows.json", cache=tmp_path / "cache", **where)
+    figures = ("ood", "method", "auroc", "tnr95", "accuracy", "inputs")
+    assert [[row[name] for name in figures] for row in rest] == [[row[name] for name in figures] for row in whole]
+
+
+def test_lines_of_text_say_what_is_being_done(folders, tmp_path):
+    said = []
+    experiments.run(
+        ["batch-size"],
+        data=folders / "data",
+        weights=folders / "weights",
+        out=tmp_path / "rows.json",
+        cache=folders / ".rows-cache",
+        limit=50,
+        announce=said.append,
+    )
+    assert said == ["batch-size: ResNet-20 on CIFAR-10 (1 of 1)"]
+
+
+def test_table_experiments_run_under_their_protocols(folders, tmp_path, monkeypatch):
+    names = ["full-access", "zero-shot", "few-shot"]
+    for name in names:
+        small = cases(["resnet20"], "cifar10", ["svhn", "imagenet-crop"])
+        monkeypatch.setattr(experiments.get(name), "cases", small, raising=False)
+    rows = experiments.run(
+        names,
+        data=folders / "data",
+        weights=folders / "weights",
+        out=tmp_path / "rows.json",
+        cache=folders / ".rows-cache",
+        limit=50,
+        methods=["msp", "energy", "ours-lr"],
+    )
+    by_name = {(row["experiment"], row["ood"], row["method"]): row for row in rows}
+    assert len(by_name) == len(rows) == 2 * 3 + 2 * 3 + 2 * 2  # few-shot has no MSP, as in the paper
+    full = by_name["full-access", "imagenet-crop", "ours-lr"]
+    assert (full["n_fit_id"], full["n_fit_ood"], full["fit_ood"]) == (50, 30, "imagenet-crop")
+    zero = by_name["zero-shot", "svhn", "ours-lr"]
+    assert (zero["n_fit_ood"], zero["fit_ood"]) == (50, "cifar10-crafted")
+    few = by_name["few-shot", "svhn", "ours-lr"]
+    assert (few["n_fit_id"], few["n_fit_ood"], few["draws"]) == (25, 25, 10)
+    assert few["auroc_std"] >= 0
+    assert by_name["few-shot", "svhn", "energy"]["auroc_std"] == 0
+    assert by_name["zero-shot", "svhn", "energy"]["auroc"] == by_name["full-access", "svhn", "energy"]["auroc"]
+
+
+class TestAvailable:
+    def test_it_says_what_can_be_run_and_what_is_missing(self, folders):
+        found = {one.name: one for one in experiments.available(folders / "data", folders / "weights")}
+        assert list(found) == experiments.names()
+        assert found["transfer"].ready == ("ResNet-20 on CIFAR-10",)
+        assert found["transfer"].reference == "Table 2"
+        assert "weights densenet100-cifar10" in found["transfer"].missing
+        assert "data lsun-crop" in found["transfer"].missing
+        assert found["statistical"].ready == ()
+        assert found["statistical"].missing[0] == "weights convnet4-cifar10"
+
+    def test_every_experiment_of_the_paper_is_there(self):
+        assert experiments.names() == [
+            "statistical",
+            "full-access",
+            "zero-shot",
+            "few-shot",
+            "transfer",
+            "more-datasets",
+            "latency",
+            "layers",
+            "variance",
+            "batch-size",
+            "untrained",
+        ]
+
+
+class TestErrors:
+    def where(self, folders, tmp_path, **changes):
+        return {"data": folders / "data", "weights": folders / "weights", "out": tmp_path / "rows.json", **changes}
+
+    def test_a_typo_gets_a_hint(self, folders, tmp_path):
+        with pytest.raises(InputError, match=r"name of an experiment, but got 'fewshot'. Did you mean 'few-shot'"):
+            experiments.run(["fewshot"], **self.where(folders, tmp_path))
+
+    @pytest.mark.parametrize("which", ["data", "weights"])
+    def test_a_missing_folder_is_named(self, folders, tmp_path, which):
+        with pytest.raises(InputError, match=rf"Expected the {which} folder '.*nowhere' to be there, but it is not"):
+            experiments.run(["transfer"], **self.where(folders, tmp_path, **{which: tmp_path / "nowhere"}))
+
+    def test_an_experiment_asked_for_by_name_without_its_weights_is_an_error(self, folders, tmp_path):
+        with pytest.raises(InputError, match=r"'statistical', but these are missing: weights convnet4-cifar10"):
+            experiments.run(["statistical"], **self.where(folders, tmp_path))
+
+    def test_an_unknown_method_is_an_error_before_any_work(self, folders, tmp_path):
+        with pytest.raises(InputError, match=r"Expected the name of a method, but got 'mspp'"):
+            experiments.run(["transfer"], methods=["mspp"], **self.where(folders, tmp_path))
+        assert not (tmp_path / "rows.json").exists()
+
+    def test_a_limit_too_small_to_draw_from_is_an_error(self, folders, tmp_path):
+        with pytest.raises(InputError, match="Expected `limit` to be None or at least 50 images a set, but got 10"):
+            experiments.run(["transfer"], limit=10, **self.where(folders, tmp_path))
+
+    def test_a_damaged_weights_file_is_left_out_with_a_message(self, folders, tmp_path):
+        write_weights(tmp_path)
+        (tmp_path / "broken.safetensors").write_bytes(b"no")
+        with pytest.warns(NeuralMeanWarning, match=r"broken.safetensors cannot be read and is left out"):
+            inputs = Inputs(folders / "data", tmp_path)
+        assert list(inputs.weights) == [("resnet20", "cifar10")]
+
+    def test_a_model_without_weights_says_how_to_get_them(self, folders):
+        with pytest.raises(InputError, match="Train them with `nmd bench train vit --id svhn`"):
+            Inputs(folders / "data", folders / "weights").trained("vit", "svhn")
+
+
+def test_no_test_image_reaches_a_fit_also_where_the_files_share_some(folders, tmp_path):
+    bench = Workbench(Inputs(folders / "data", folders / "weights"), Results(tmp_path / "rows.json"), tmp_path)
+    judged = [bench.judge_set(name, "resnet20") for name in ("cifar10", "svhn", "imagenet-crop")]
+    tested = {image.tobytes() for one in judged for image in one.source.images}
+    for name in ("cifar10", "svhn", "imagenet-crop", "cifar100"):
+        allowed = bench.fit_set(name, "resnet20", apart_from=judged)
+        assert not tested & {image.tobytes() for image in allowed.source.images[allowed.rows]}
+
+
+def _reference_batch_score(means, reference, batch):
+    return sum(abs(sum(means[i][c] for i in batch) / len(batch) - reference[c]) for c in range(len(reference))) / len(
+        reference
+    )
+
+
+def test_a_batch_score_is_the_mean_magnitude_of_the_pooled_discrepancy():
+    means, reference = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0.5, 0.0, -0.5])
+    got = batch_scores(means, reference, size=6, batches=2)
+    expected = _reference_batch_score(means.tolist(), reference.tolist(), range(6))
+    assert got.tolist() == pytest.approx([expected, expected])
+
+
+def test_mini_batches_share_no_image_while_there_are_enough():
+    means = torch.eye(12)  # the score of a batch of 3 then says how many different images are in it
+    scores = batch_scores(means, torch.zeros(12), size=3, batches=4)
+    assert scores.tolist() == pytest.approx([1 / 12] * 4)
+    assert batch_scores(means, torch.zeros(12), size=12, batches=3).shape == (3,)
+
+
+class TestPaper:
+    def test_a_cell_of_each_table_is_as_printed(self):
+        def cell(experiment, model, inside, outside, method):
+            return paper.beside(
+                {"experiment": experiment, "model": model, "id": inside, "ood": outside, "method": method}
+            )
+
+        assert cell("statistical", "convnet4", "svhn", "cifar10", "dk").auroc == 21.4
+        dense = cell("transfer", "densenet100", "cifar10", "imagenet-crop", "ours-lr")
+        assert (dense.tnr95, dense.auroc, dense.accuracy) == (94.3, 98.8, 94.7)
+        assert cell("more-datasets", "densenet100", "cifar100", "svhn", "ours-lr").auroc == 93.3
+        energy = cell("zero-shot", "resnet34", "cifar10", "svhn", "energy")
+        assert (energy.tnr95, energy.auroc, energy.accuracy) == (58.4, 90.6, 85.5)
+        assert cell("variance", "resnet34", "cifar10", "cifar100", "ours-mlp-nvd").auroc == 95.3
+        assert cell("zero-shot", "resnet34", "cifar10", "svhn", "unheard") is None
+
+    def test_a_smaller_residual_network_stands_in_for_resnet34_only(self):
+        row = {"experiment": "zero-shot", "model": "resnet56", "id": "cifar10", "ood": "svhn", "method": "ours-mlp"}
+        assert paper.beside(row) is None
+        assert paper.stand_in(row).auroc == 99.6
+        assert paper.stand_in({**row, "model": "densenet100"}) is None
+        assert paper.stand_in({**row, "model": "resnet34"}) is None
+
+    def test_times_are_as_printed(self):
+        assert paper.timing("ours-mlp").latency_ms == 7.54
+        assert paper.timing("good").fit_seconds == 756 * 60
+        assert paper.timing("unheard") is None
+
+    def test_counts_of_cells(self):
+        by_table = {}
+        for cell in paper.PRINTED:
+            by_table[cell.where] = by_table.get(cell.where, 0) + 1
+        assert by_table == {"Table 1": 8, "Table 2": 40, "Table 3": 36, "Table 6": 30, "Sec. 5.7": 5, "Sec. 3.2": 1}
+
+
+def test_methods_of_every_experiment_are_unique_and_ours_are_there():
+    for name in experiments.names():
+        offered = experiments.get(name).methods
+        assert len(set(offered)) == len(offered)
+        assert any(method in baselines.names() for method in offered)
+
+
+def test_the_live_reader_gives_what_the_cache_gives(folders):
+    from neuralmean.bench.features import compute
+
+    trained = Inputs(folders / "data", folders / "weights").trained("resnet20", "cifar10")
+    images = Inputs(folders / "data", folders / "weights").test_part("svhn").take(slice(0, 2))
+    kept = compute(trained, images, variance=True)
+    for reads in ({"logits"}, {"feature"}, {"means", "logits"}, {"means", "variances", "feature"}):
+        live = latency.LiveReader(trained, frozenset(reads))(images, variance="variances" in reads)
+        for name in reads:
+            torch.testing.assert_close(getattr(live, name), getattr(kept, name))
