@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 import neuralmean
 from neuralmean.errors import InputError
@@ -195,6 +195,37 @@ class TestDecoding:
     def test_no_bytes_are_an_empty_file(self):
         with pytest.raises(InputError, match="the file is empty"):
             decode_image(b"")
+
+    def test_an_image_without_pixels_is_refused(self, monkeypatch):
+        monkeypatch.setattr(Image, "open", lambda *args, **kwargs: Image.new("RGB", (0, 5)))
+        with pytest.raises(InputError, match="it has no pixels"):
+            decode_image(b"x")
+
+    def test_a_header_that_makes_pillow_stumble_is_refused(self, monkeypatch):
+        def stumble(*args, **kwargs):
+            raise struct.error("unpack requires a buffer of 4 bytes")
+
+        monkeypatch.setattr(Image, "open", stumble)
+        with pytest.raises(InputError, match=r"its beginning is damaged \(unpack requires a buffer of 4 bytes\)"):
+            decode_image(b"x")
+
+    def test_an_image_that_does_not_fit_into_memory_is_refused(self, monkeypatch):
+        def fail(*args, **kwargs):
+            raise MemoryError
+
+        monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+        with pytest.raises(InputError, match="there is not enough memory to unpack it"):
+            decode_image(_encoded(Image.new("RGB", (4, 4)), "PNG"))
+
+    def test_an_image_that_does_not_fit_into_memory_when_resized_is_unreadable(self, tmp_path, monkeypatch):
+        def fail(*args, **kwargs):
+            raise MemoryError
+
+        _save(tmp_path / "a.png")
+        monkeypatch.setattr(Preprocessing, "pixels", fail)
+        batches = ImageBatches(tmp_path, SMALL)
+        assert list(batches) == []
+        assert batches.unreadable[0].reason == "there is not enough memory to unpack it"
 
     def _bomb(self, width, height):
         def chunk(kind, body):
