@@ -1,0 +1,264 @@
+r"""Early exit: detectors on the first layers, and one threshold for all of them together.
+
+Each exit has a scorer of its own on the first layers' columns. The cascade's score is the full scorer's, put on a scale
+where in-distribution data ends at 0, unless an exit saw something that in-distribution data hardly ever shows: then its
+excess, on top of all ordinary scores, counts where it is larger.
+
+.. math::
+    S(x) = \max\Big( \frac{s(x) - q}{r},\ \max_{k:\, s_k(x) > q_k} b + \frac{s_k(x) - q_k}{r_k} \Big)
+
+The threshold is the conformal one of :math:`S`, so the false-alarm rate holds for the whole cascade at once. The maximum
+can only grow: once an exit's term is above the threshold, the verdict is certain. A forward pass stops when the terms are
+above a higher bar still, that of `BAR_RATE`, so that stopped inputs also rank above nearly all in-distribution ones.
+Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from neuralmean.calibration import Calibration, examples_needed
+from neuralmean.errors import InputError
+from neuralmean.layers import Layer
+from neuralmean.scorers import Observation, Scorer, VectorScorer, make_scorer
+from neuralmean.scorers.base import JSON
+
+if TYPE_CHECKING:
+    from neuralmean.detector import Detector
+
+NAME = "cascade"
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers, where the exits are
+FULL_RATE = 0.05  # share of in-distribution rows above the zero of the full scorer's term
+EXIT_RATE = 0.00125  # share of in-distribution rows that an exit's term counts for
+BAR_RATE = 0.005  # share of in-distribution rows that score above the bar at which a pass is stopped
+
+
+class SpreadScorer(VectorScorer):
+    r"""Scores an input by its mean deviation in units of the in-distribution deviation; learns from ID rows alone.
+
+    .. math::
+        s(x) = \frac{1}{D} \sum_c |x_c - m_c| / \sigma_c
+    """
+
+    name = "spread"
+    learnt = ("mean_", "std_")
+
+    mean_: Tensor
+    std_: Tensor
+
+    def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
+        """Learn the mean and deviation of each column."""
+        rows = inliers.double()
+        self.mean_ = rows.mean(dim=0).float()
+        std = rows.std(dim=0, correction=0)
+        self.std_ = (
+            std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12).float()
+        )  # a dead channel must not outweigh the others
+        return self
+
+    def score(self, vectors: Tensor) -> Tensor:
+        """Score each row of (N, D), shape (N,); higher = more OOD."""
+        return ((vectors - self.mean_) / self.std_).abs().mean(dim=1)
+
+
+class CascadeScorer(VectorScorer):
+    """A full scorer and scorers of the first layers, joined by the largest excess; see the module's text.
+
+    Args:
+        scorer: Name of the full scorer.
+        scorer_options: Its options.
+        exit_scorer: Name of the exits' scorers: `"spread"`, or `"logistic"` where `fit` has seen OOD rows.
+        depths: How many of the first layers each exit looks at, growing.
+        widths: How many columns that is.
+    """
+
+    name = NAME
+    options = ("scorer", "scorer_options", "exit_scorer", "depths", "widths")
+    learnt = ("zero_", "unit_", "lift_")
+
+    zero_: Tensor  # (exits + 1,), the full scorer's last
+    unit_: Tensor  # (exits + 1,)
+    lift_: Tensor  # (), what an exit's excess is added to
+
+    def __init__(
+        self,
+        *,
+        scorer: str = "average",
+        scorer_options: Mapping[str, JSON] | None = None,
+        exit_scorer: str = "spread",
+        depths: Sequence[int] = (),
+        widths: Sequence[int] = (),
+    ) -> None:
+        self.scorer, self.scorer_options, self.exit_scorer = scorer, dict(scorer_options or {}), exit_scorer
+        self.depths, self.widths = list(depths), list(widths)
+        self.full: Scorer = make_scorer(scorer, self.scorer_options)
+        self._take_over(self.full)
+        self.exits = [_make_exit(exit_scorer) for _ in widths]
+
+    @classmethod
+    def around(cls, scorer: Scorer, layers: Sequence[Layer], *, repeated: Iterable[int] = ()) -> CascadeScorer:
+        """Return a cascade whose last stage is `scorer`.
+
+        Args:
+            scorer: The full scorer, fitted or not.
+            layers: The watched layers.
+            repeated: Indices of layers that run more than once in a pass; there is no exit behind the first of them.
+        """
+        if isinstance(scorer, CascadeScorer):
+            scorer = scorer.full
+        end = min(repeated, default=len(layers))
+        depths = sorted({depth for share in SHARES if 0 < (depth := round(share * len(layers))) <= end})
+        depths = [depth for depth in depths if depth < len(layers)]
+        if not depths:
+            raise InputError(
+                f"Expected a model with at least 2 watched layers for an early exit, each run once, but got {len(layers)}. "
+                "Leave `early_exit` out."
+            )
+        columns = list(accumulate(layer.channels for layer in layers))
+        made = cls(
+            scorer=scorer.name if isinstance(scorer, VectorScorer) else "average",
+            scorer_options=scorer.get_options() if isinstance(scorer, VectorScorer) else {},
+            depths=depths,
+            widths=[columns[depth - 1] for depth in depths],
+        )
+        made.full = scorer
+        made._take_over(scorer)
+        return made
+
+    def _take_over(self, scorer: Scorer) -> None:
+        self.needs = frozenset(getattr(scorer, "needs", ()))  # type: ignore[misc]
+        self.uses_outliers = bool(getattr(scorer, "uses_outliers", False))  # type: ignore[misc]
+        if hasattr(scorer, "score_batch"):
+            self.score_batch = scorer.score_batch
+
+    def fit(self, inliers: Any, outliers: Any = None) -> Self:
+        """Fit the full scorer and the exits, and learn where each leaves in-distribution data."""
+        self.full.fit(inliers, outliers)
+        rows, strange = _vector(inliers), None if outliers is None else _vector(outliers)
+        self.exit_scorer = SpreadScorer.name if strange is None else "logistic"
+        self.exits = [_make_exit(self.exit_scorer) for _ in self.widths]
+        for scorer, width in zip(self.exits, self.widths, strict=True):
+            scorer.fit(rows[:, :width], None if strange is None else strange[:, :width])
+        scores = torch.stack([*self._exit_scores(rows), self.full.score(inliers)]).detach().double()
+        rates = [EXIT_RATE] * len(self.exits) + [FULL_RATE]
+        ends = torch.stack([row.quantile(1 - rate) for row, rate in zip(scores, rates, strict=True)])
+        units = (ends - scores.median(dim=1).values).clamp_min(1e-12)
+        self.zero_, self.unit_ = ends.float(), units.float()
+        self.lift_ = ((scores[-1].quantile(1 - BAR_RATE) - ends[-1]) / units[-1]).float()
+        return self
+
+    def score(self, vectors: Any) -> Tensor:
+        """Score each row, shape (N,); higher = more OOD."""
+        self.check_fitted()
+        result = (self.full.score(vectors) - self.zero_[-1]) / self.unit_[-1]
+        for index, scores in enumerate(self._exit_scores(_vector(vectors))):
+            result = torch.maximum(result, self._term(index, scores, result))
+        return result
+
+    def exit_term(self, index: int, vectors: Tensor, so_far: Tensor) -> Tensor:
+        """Return the term of exit `index` for the first columns of the vector, (N, D') to (N,); `so_far` where it has none."""
+        return self._term(index, self.exits[index].score(vectors), so_far)
+
+    def _exit_scores(self, vectors: Tensor) -> list[Tensor]:
+        pairs = zip(self.exits, self.widths, strict=True)
+        return [scorer.score(vectors[:, :width]) for scorer, width in pairs]
+
+    def _term(self, index: int, scores: Tensor, otherwise: Tensor) -> Tensor:
+        excess = scores - self.zero_[index]
+        return torch.where(excess > 0, self.lift_ + excess / self.unit_[index], otherwise)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learnt, by name, the stages' names in front."""
+        if not isinstance(self.full, VectorScorer):
+            raise InputError(
+                f"Expected a scorer that comes with neuralmean to save, but got {type(self.full).__name__}."
+            )
+        state = super().state()
+        for prefix, scorer in (("full", self.full), *((f"exit{i}", exit_) for i, exit_ in enumerate(self.exits))):
+            state |= {f"{prefix}.{name}": tensor for name, tensor in scorer.state().items()}
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Take over what another cascade of the same kind has learnt."""
+        super().load_state(state)
+        if not isinstance(self.full, VectorScorer) or self.zero_.shape != (len(self.exits) + 1,):
+            raise InputError(
+                f"Expected the state of a cascade with {len(self.exits)} exits. Make it with the same options."
+            )
+        for prefix, scorer in (("full", self.full), *((f"exit{i}", exit_) for i, exit_ in enumerate(self.exits))):
+            start = f"{prefix}."
+            scorer.load_state({name[len(start) :]: value for name, value in state.items() if name.startswith(start)})
+        return self
+
+
+class Watch:
+    """Follows one forward pass and says when every row is certainly OOD; an `Exits` of the recorder.
+
+    Args:
+        cascade: The fitted cascade.
+        reference_mean: Training mean of every channel, (D,).
+        bar: The score above which a pass is stopped.
+    """
+
+    def __init__(self, cascade: CascadeScorer, reference_mean: Tensor, bar: float) -> None:
+        self._cascade, self._reference_mean, self._bar = cascade, reference_mean, bar
+        self.scores: Tensor | None = None  # (N,) the largest term so far
+        self.stopped = False
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many of the first layers each exit looks at."""
+        return self._cascade.depths
+
+    def should_stop(self, index: int, means: Tensor) -> bool:
+        """Whether every row is above the bar, whatever the later layers will show."""
+        vectors = means.cpu()
+        vectors = vectors - self._reference_mean[: vectors.shape[1]].to(vectors.dtype)
+        so_far = vectors.new_full((vectors.shape[0],), -torch.inf) if self.scores is None else self.scores
+        self.scores = torch.maximum(so_far, self._cascade.exit_term(index, vectors, so_far))
+        self.stopped = bool((self.scores > self._bar).all())
+        return self.stopped
+
+
+def watch_of(detector: Detector) -> Watch | None:
+    """Return what follows the next forward pass of a detector that was fitted with `early_exit`, else None."""
+    scorer = detector.scorer
+    if not isinstance(scorer, CascadeScorer) or detector.reference is None or detector.calibration is None:
+        return None
+    return Watch(scorer, detector.reference.mean, bar_of(detector.calibration))
+
+
+def bar_of(calibration: Calibration) -> float:
+    """Return the score at which a pass is stopped: never below the threshold, and the largest seen where few were."""
+    rate = min(BAR_RATE, calibration.false_alarm_rate)
+    if len(calibration.scores) < examples_needed(rate):
+        return calibration.scores[-1].item()
+    return Calibration(calibration.scores, rate).threshold
+
+
+def make(name: str, options: Mapping[str, JSON]) -> VectorScorer:
+    """Return a new scorer by name, a cascade included: what a saved file names."""
+    return CascadeScorer(**dict(options)) if name == NAME else make_scorer(name, options)  # type: ignore[arg-type]
+
+
+def check_statistic(statistic: str) -> None:
+    """Raise unless an early exit is possible with `statistic`."""
+    if statistic != "mean":
+        raise InputError(
+            f"Expected `statistic='mean'` for an early exit, but got {statistic!r}. Leave `early_exit` out."
+        )
+
+
+def _vector(rows: Any) -> Tensor:
+    vector: Tensor = rows.vector if isinstance(rows, Observation) else rows
+    return vector
+
+
+def _make_exit(name: str) -> VectorScorer:
+    return SpreadScorer() if name == SpreadScorer.name else make_scorer(name)
