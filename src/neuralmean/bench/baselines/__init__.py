@@ -20,14 +20,12 @@ __all__ = ["Context", "Cost", "Method", "NeuralMean", "Read", "View", "make", "n
 
 
 def _makers() -> dict[str, Callable[[], Method]]:
-    own: list[Callable[[], Method]] = [partial(NeuralMean, scorer) for scorer in scorers_known()]
-    other: list[Callable[[], Method]] = [
-        partial(NeuralMean, "mlp", statistic="variance"),
-        partial(NeuralMean, "mlp", statistic="both"),
-        partial(NeuralMean, "logistic", statistic="variance"),
-        partial(NeuralMean, "logistic", statistic="both"),
-    ]
-    return {maker().name: maker for maker in (Msp, Energy, *own, *other)}
+    known = scorers_known()
+    own: list[Callable[[], Method]] = [partial(NeuralMean, scorer) for scorer in known]
+    for scorer in ("mlp", "logistic"):
+        if scorer in known:
+            own += [partial(NeuralMean, scorer, statistic="variance"), partial(NeuralMean, scorer, statistic="both")]
+    return {maker().name: maker for maker in (Msp, Energy, *own)}
 
 
 def names() -> list[str]:

@@ -57,8 +57,9 @@ class Layers(Experiment):
             if bench.results.find(row) is not None:
                 continue
             method = FirstLayers(count)
-            # The importance is read off the fitted method, so kept scores would not do.
-            scored = bench.fresh_trial(method, trained, draws[0], [inside, outside])
+            # The importance is read off the fitted method, so that for all layers kept scores would not do.
+            trial = bench.fresh_trial if count == total else bench.trial
+            scored = trial(lambda: method, trained, draws[0], [inside, outside])  # noqa: B023 - called at once
             row.update(summarise([(scored[0], scored[1])], seed=bench.seed))
             if count == total:
                 row["importance"] = {name: round(value, 6) for name, value in method.importance().items()}
@@ -86,7 +87,6 @@ class FirstLayers(Method):
         count: How many layers.
     """
 
-    name = "ours-lr-first"
     title = "Ours-LR, first layers"
     paper = PAPER
     reads = frozenset({"means"})
@@ -94,6 +94,7 @@ class FirstLayers(Method):
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.name = f"ours-lr-first-{count}"
         self._scorer = LogisticScorer()
         self._layers: tuple[Layer, ...] = ()
 

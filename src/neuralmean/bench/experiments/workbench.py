@@ -111,9 +111,11 @@ class Workbench:
         """Fit a method and score sets, from the cache where possible."""
         return run_trial(make, trained, draw, judged, self.reader(trained), cache=self.cache / "scores")
 
-    def fresh_trial(self, method: Method, trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]) -> list[Scored]:
-        """Fit this very method now and score sets; only features come from the cache."""
-        return run_trial(lambda: method, trained, draw, judged, self.reader(trained))
+    def fresh_trial(
+        self, make: Callable[[], Method], trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]
+    ) -> list[Scored]:
+        """Fit a method now and score sets; only features come from the cache."""
+        return run_trial(make, trained, draw, judged, self.reader(trained))
 
     def compare(
         self,
