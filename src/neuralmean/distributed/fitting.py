@@ -1,0 +1,205 @@
+"""`fit` over many workers: the reference from all the data, the rest from a bounded sample of rows.
+
+A scorer and a threshold need vectors, not only moments. Rows are some thousand numbers each, so no more than `max_rows`
+of each set, chosen at random, are brought to the driver, and only those images are run for them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuralmean.data import Batch
+from neuralmean.detector import Detector
+from neuralmean.distributed.api import BATCH_SIZE, Model, make_engine, resolve_model, results_of
+from neuralmean.distributed.chunks import CHUNK_SIZE, Chunks
+from neuralmean.distributed.engine import Cluster, Engine
+from neuralmean.distributed.jobs import Job, ReferenceJob, RowsJob
+from neuralmean.distributed.reading import Batches, Reading
+from neuralmean.errors import InputError, NeuralMeanWarning
+from neuralmean.images import Unreadable
+from neuralmean.layers import Layer, has_running_mean, select_layers, unwrap
+from neuralmean.observer import Observer, Rows
+from neuralmean.preprocessing import Preprocessing
+from neuralmean.reference import Reference
+
+MAX_ROWS = 20_000
+
+
+def fit(
+    model: Model,
+    id_data: Any,
+    ood_data: Any = None,
+    *,
+    held_out: Any = None,
+    layers: str | Sequence[str] | None = None,
+    statistic: str = "mean",
+    scorer: str | None = None,
+    false_alarm_rate: float = 0.05,
+    max_rows: int = MAX_ROWS,
+    preprocessing: Preprocessing | None = None,
+    address: str | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+    gpus: float = 0.0,
+    batch_size: int = BATCH_SIZE,
+    chunk_size: int = CHUNK_SIZE,
+    column: str | None = None,
+    on_unreadable: Callable[[Unreadable], None] | None = None,
+) -> Detector:
+    """Fit a detector as `Detector.fit` does, with images read and run by many workers.
+
+    Where the model has no batch-norm buffers the reference comes from all of `id_data`, exactly. Scorer and threshold
+    come from at most `max_rows` images of each set, chosen at random (seeded); a warning says so where that leaves some
+    out. The driver needs memory for `3 * max_rows * channels` float32 (and as much again for `statistic="both"`).
+
+    Args:
+        model: A spec (`"timm:resnet50"`), a model, or a function that makes one.
+        id_data: In-distribution images: folders, files, globs, `.npz`, `.parquet`, `.tar`, or a `ray.data.Dataset`.
+        ood_data: Images that are not, in the same forms; without them a scorer that needs some gets crafted ones.
+        held_out: In-distribution images that the model was not trained on, for the threshold.
+        layers: Dotted names or globs; None chooses.
+        statistic: `"mean"`, `"variance"` or `"both"`.
+        scorer: Name of a scorer; None takes the best one for the data given.
+        false_alarm_rate: Share of in-distribution images that may be flagged.
+        max_rows: Images of each set that scorer and threshold are made from.
+        preprocessing: What to do to the images; None takes what the spec says.
+        address: An existing Ray cluster; None works on this machine.
+        workers: How many; None fills the cluster, 0 works in this process without Ray.
+        threads: Threads and CPUs of each worker.
+        gpus: GPUs of each worker.
+        batch_size: Images per forward pass.
+        chunk_size: Images that are handed out together.
+        column: The column of images in parquet files and datasets.
+        on_unreadable: Called with each input that gives no image.
+    """
+    network, how = resolve_model(model, preprocessing)
+    chosen = select_layers(network, layers)
+    sets = [
+        None if sources is None else _Images(sources, chunk_size, column, max_rows)
+        for sources in (id_data, ood_data, held_out)
+    ]
+    chunks = [images.chunks for images in sets if images is not None]
+    with make_engine(network, Cluster(address, workers, threads, gpus), chunks) as engine:
+        office = _Office(network, engine, Reading(how, batch_size), on_unreadable)
+        given = None if _has_buffers(network, chosen) else office.reference(chosen, id_data, chunk_size, column)
+        names = [layer.name for layer in chosen]
+        detector = _RemoteDetector(network, office, layers=names, statistic=statistic, scorer=scorer, reference=given)
+        detector.fit(sets[0], sets[1], held_out=sets[2], false_alarm_rate=false_alarm_rate)
+    return detector.come_home()
+
+
+class _Images:
+    """A set of images as `Detector.fit` sees it: it knows its length, and the observer knows how to read it."""
+
+    batch_size = 1  # so that the detector, which counts batches, counts images
+
+    def __init__(self, sources: Any, chunk_size: int, column: str | None, max_rows: int) -> None:
+        self.chunks = Chunks(sources, size=chunk_size, column=column, sample=max_rows)
+        self.total = Chunks(sources, size=chunk_size, column=column).count
+        self.max_rows = max_rows
+
+    def __len__(self) -> int:
+        return self.chunks.count()
+
+
+class _Office:
+    """Gives out the work of a fit: the model, who runs it and how to read for it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        reading: Reading,
+        on_unreadable: Callable[[Unreadable], None] | None,
+    ) -> None:
+        self.model, self.engine, self.reading = model, engine, reading
+        self._on_unreadable = on_unreadable
+        self._noted: set[str] = set()
+
+    def reference(self, layers: tuple[Layer, ...], sources: Any, chunk_size: int, column: str | None) -> Reference:
+        """Return the reference of all images."""
+        chunks = Chunks(sources, size=chunk_size, column=column)
+        total = Reference.of_nothing(layers)
+        for result in self.run(ReferenceJob(layers, self.reading), chunks, "Reference"):
+            total = total + result.reference
+        return total
+
+    def run(self, job: Job, chunks: Chunks, description: str) -> Iterator[Any]:
+        """Yield the results of a job, and pass on what could not be read, once."""
+        for _, result in results_of(self.engine, job, chunks, description=description):
+            for note in result.unreadable:
+                if self._on_unreadable is not None and note.path not in self._noted:
+                    self._noted.add(note.path)
+                    self._on_unreadable(note)
+            yield result
+
+
+class _RemoteObserver(Observer):
+    """An observer whose rows are made by workers."""
+
+    def __init__(self, office: _Office, layers: tuple[Layer, ...], *, variance: bool, head: str | None) -> None:
+        super().__init__(office.model, layers, variance=variance, head=head)
+        self._office, self._variance = office, variance
+
+    def observe_all(self, data: _Images, *, name: str, batch_size: int) -> Rows:
+        """Return the rows of (a sample of) the images."""
+        return self._rows(data, name, crafted=False)[0]
+
+    def observe_with_crafted(self, data: _Images, *, name: str, batch_size: int, seed: int = 0) -> tuple[Rows, Rows]:
+        """Return the rows of (a sample of) the images, and of the same with their blocks permuted."""
+        rows, crafted = self._rows(data, name, crafted=True)
+        return rows, Rows.cat(crafted)
+
+    def _rows(self, data: _Images, name: str, *, crafted: bool) -> tuple[Rows, list[Rows]]:
+        total = data.total()
+        if total > data.max_rows:
+            warnings.warn(
+                f"`{name}` has {total:,} images; scorer and threshold come from {data.max_rows:,} of them, chosen at random. "
+                "Raise `max_rows` to use more, where memory allows.",
+                NeuralMeanWarning,
+                stacklevel=5,
+            )
+        self._find_head(data, name)
+        job = RowsJob(self.layers, self._office.reading, variance=self._variance, head=self.head, crafted=crafted)
+        results = list(self._office.run(job, data.chunks, f"Reading {name}"))
+        rows = [result.rows for result in results if result.rows is not None]
+        if not rows:
+            raise InputError(f"Expected `{name}` to hold at least one image that can be read, but there is none.")
+        return Rows.cat(rows), [result.crafted for result in results if result.crafted is not None]
+
+    def _find_head(self, data: _Images, name: str) -> None:
+        """Have the layer that gives the logits found, here, with the first images that can be read."""
+        for chunk in data.chunks if self._head_is_open else ():
+            for _, images in Batches(chunk.piece, self._office.reading):
+                with torch.no_grad():
+                    self.observe(Batch((images,)), name=name)
+                return
+
+
+class _RemoteDetector(Detector):
+    """A detector that fits with the help of workers, and afterwards is like any other."""
+
+    def __init__(self, model: nn.Module, office: _Office, **options: Any) -> None:
+        self._office: _Office | None = office
+        super().__init__(model, **options)
+
+    def _make_observer(self, head: str | None) -> Observer:
+        if self._office is None:
+            return super()._make_observer(head)
+        return _RemoteObserver(self._office, self._layers, variance=self.statistic != "mean", head=head)
+
+    def come_home(self) -> Detector:
+        """Observe in this process from now on."""
+        self._office = None
+        self._observer = self._make_observer(self.head)
+        return self
+
+
+def _has_buffers(model: nn.Module, layers: tuple[Layer, ...]) -> bool:
+    core = unwrap(model)
+    return all(has_running_mean(core.get_submodule(layer.name)) for layer in layers)
