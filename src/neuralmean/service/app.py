@@ -82,12 +82,13 @@ class Service:
             n_flagged=settings.n_flagged if settings.thumbnails else 0,
             state=settings.state,
         )
-        self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
+        self._decoders: ThreadPoolExecutor | None = None
 
     @asynccontextmanager
     async def running(self, _: Any = None) -> AsyncIterator[None]:
         """Run the worker; at the end finish what was accepted and save the monitor's state."""
         await asyncio.to_thread(self._warm_up)
+        decoders = self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
         self.batcher = Batcher(
             lambda inputs, rows: run_pass(self.detector, inputs, rows),
             max_batch=self.settings.max_batch,
@@ -102,7 +103,7 @@ class Service:
             saving.cancel()
             await asyncio.to_thread(self.batcher.close)
             self.batcher = None
-            self._decoders.shutdown()
+            decoders.shutdown()
             await asyncio.to_thread(self.live.save)
 
     def _warm_up(self) -> None:

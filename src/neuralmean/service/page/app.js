@@ -249,7 +249,7 @@ async function poll() {
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 
 byId("reset").addEventListener("click", async () => {
-  try { await askJson("/live/reset", { method: "POST" }); byId("drop").focus(); await poll(); } catch (error) { setText(byId("drift-text"), error.message); }
+  try { await askJson("/live/reset", { method: "POST" }); byId("file").focus(); await poll(); } catch (error) { setText(byId("drift-text"), error.message); }
 });
 
 // ---- checking one image
@@ -293,9 +293,6 @@ function showResult(result, file) {
 
 const drop = byId("drop");
 byId("file").addEventListener("change", (event) => { check(event.target.files[0]); event.target.value = ""; });
-drop.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); byId("file").click(); }
-});
 for (const name of ["dragenter", "dragover"]) document.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
 for (const name of ["dragleave", "drop"]) document.addEventListener(name, (event) => { event.preventDefault(); drop.classList.remove("over"); });
 document.addEventListener("drop", (event) => check(event.dataTransfer.files[0]));

@@ -1,0 +1,209 @@
+"""From a saved file to a process that ends well, and real clients against real sockets."""
+
+import http.client
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from neuralmean.errors import InputError
+from neuralmean.service import create_app, serve
+from neuralmean.service.launch import _listen, _server, address, load_served, run_server
+from tests.service.conftest import PREPROCESSING, png
+
+SPEC = "tests.conftest:make_trained"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def saved(detector, tmp_path):
+    path = tmp_path / "toy.nmd"
+    detector.save(path, info={"model": SPEC, "weights": None, "preprocessing": PREPROCESSING.to_json()})
+    return path
+
+
+def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
+    served = load_served(saved)
+    assert (served.name, served.preprocessing) == ("toy", PREPROCESSING)
+    torch.testing.assert_close(served.detector.score(images[:3]), detector.score(images[:3]))
+    assert load_served(saved, name="other", model=SPEC).name == "other"
+
+
+def test_a_file_that_does_not_name_its_model_needs_one(detector, tmp_path):
+    detector.save(tmp_path / "bare.nmd")
+    with pytest.raises(
+        InputError, match=r"Expected .* to say which model it belongs to, but it does not. Pass `model`"
+    ):
+        load_served(tmp_path / "bare.nmd")
+    assert load_served(tmp_path / "bare.nmd", model=SPEC).preprocessing is None
+
+
+def test_wrong_options_are_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(InputError, match=r"Expected only the options"):
+        serve(tmp_path / "missing.nmd", colour="red")
+
+
+def test_a_port_that_is_taken_is_told(detector):
+    taken = _listen("127.0.0.1", 0)
+    taken.listen()
+    try:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"Expected to listen on '127.0.0.1' port {port}, but .* in use"):
+            run_server(create_app(detector, None), host="127.0.0.1", port=port)
+        assert address(taken) == f"http://127.0.0.1:{port}"
+    finally:
+        taken.close()
+
+
+def test_an_open_server_without_a_token_is_warned_about(detector, monkeypatch, caplog):
+    monkeypatch.setattr(
+        "neuralmean.service.launch._server",
+        lambda config: type("S", (), {"run": lambda _, sockets: sockets[0].close()})(),
+    )
+    caplog.set_level(logging.INFO, "neuralmean.service")
+    run_server(create_app(detector, None), host="0.0.0.0", port=0)
+    assert "Anybody who reaches 0.0.0.0 can use this server" in caplog.text
+
+
+@contextmanager
+def serving(app):
+    """The port of a server that runs in a thread."""
+    import uvicorn
+
+    listening = _listen("127.0.0.1", 0)
+    server = _server(uvicorn.Config(app, log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        _wait_until_ready(listening.getsockname()[1])
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def _wait_until_ready(port):
+    for _ in range(3000):
+        try:
+            if _get(port, "/v2/health/ready") == 200:
+                return
+        except OSError:
+            pass
+        threading.Event().wait(0.01)
+    raise AssertionError("the server did not come up")
+
+
+def _get(port, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
+def test_tritonclient_gets_the_numbers_of_the_library(detector, images, strange, binary):
+    triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+    x = torch.cat([images[:3], strange[:2]]).numpy()
+    output, decision = detector(x)
+    with serving(create_app(detector, PREPROCESSING, name="toy")) as port:
+        client = triton.InferenceServerClient(f"127.0.0.1:{port}")
+        try:
+            assert client.is_server_live()
+            assert client.is_server_ready()
+            assert client.is_model_ready("toy")
+            assert client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+            assert client.get_model_metadata("toy", "1")["inputs"][0]["shape"] == [-1, 3, 8, 8]
+            tensor = triton.InferInput("input", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x, binary_data=binary)
+            names = ("output", "score", "p_value", "is_ood")
+            wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in names]
+            for outputs in (wanted, None):
+                result = client.infer("toy", [tensor], outputs=outputs, request_id="9")
+                assert result.get_response()["id"] == "9"
+                np.testing.assert_array_equal(result.as_numpy("output"), output.detach().numpy())
+                np.testing.assert_array_equal(result.as_numpy("score"), decision.score.numpy())
+                np.testing.assert_array_equal(result.as_numpy("p_value"), decision.p_value.numpy())
+                np.testing.assert_array_equal(result.as_numpy("is_ood"), decision.is_ood.numpy())
+            packed = client.infer("toy", [tensor], request_compression_algorithm="gzip")
+            np.testing.assert_array_equal(packed.as_numpy("score"), decision.score.numpy())
+            wrong = triton.InferInput("input", [1, 1, 8, 8], "FP32")
+            wrong.set_data_from_numpy(x[:1, :1], binary_data=binary)
+            from tritonclient.utils import InferenceServerException
+
+            with pytest.raises(InferenceServerException, match=r"Expected `shape` to be \[-1, 3, 8, 8\]"):
+                client.infer("toy", [wrong])
+        finally:
+            client.close()
+
+
+def test_sigterm_under_load_answers_what_was_accepted_and_exits_with_0(saved):
+    script = (
+        "import sys, time, torch\n"
+        "torch.set_num_threads(1)\n"
+        "import neuralmean.service.app as app\n"
+        "run = app.run_pass\n"
+        "def slow(*args):\n"
+        "    time.sleep(0.3)\n"
+        "    return run(*args)\n"
+        "app.run_pass = slow\n"
+        "from neuralmean.service import serve\n"
+        "serve(sys.argv[1], port=0, max_batch=2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(saved)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = process.stderr.readline()
+        assert "Serving toy on http://127.0.0.1:" in line, line + process.stderr.read()
+        port = int(line.rsplit(":", 1)[1])
+        _wait_until_ready(port)
+        answers = []
+
+        def post():
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("POST", "/score", png()[0])
+            answers.append(connection.getresponse().status)
+            connection.close()
+
+        clients = [threading.Thread(target=post) for _ in range(7)]
+        for client in clients:
+            client.start()
+        # All seven are accepted once the metrics count them as waiting or running; /metrics itself waits for nobody.
+        _wait_for_queue(port)
+        process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.join(30)
+        assert answers == [200] * 7
+        assert process.wait(30) == 0
+        rest = process.stderr.read()
+        assert "Traceback" not in rest
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _wait_for_queue(port):
+    """Wait until the worker has begun a pass and five inputs wait behind it: seven are in."""
+    for _ in range(1000):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        done = float(lines["nmd_pass_inputs_total"])
+        if done + float(lines["nmd_queue_inputs"]) + (2 if done else 1) >= 7:
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("the requests did not arrive")
