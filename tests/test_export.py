@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import builtins
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from neuralmean import Detector
+from neuralmean.cascade import CascadeScorer
+from neuralmean.errors import InputError, MissingExtraError, NotFittedError
+from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
+from tests.conftest import count_hooks, make_trained
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::neuralmean.errors.CalibrationWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+SHAPE = (3, 8, 8)
+
+
+def usual(n=60, seed=1):
+    return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def mixture(n=24):
+    """From usual to far out: both verdicts occur."""
+    return usual(n, seed=3) * torch.linspace(0.5, 5, n)[:, None, None, None]
+
+
+class Convolutions(nn.Module):
+    """No norm at all, as VGG: the outputs of the convolutions are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, image):
+        return self.fc(self.conv2(self.conv1(image).relu()).relu().mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """Patches, a class token and layer norms, as ViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.mix, self.fc = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = x + self.mix(self.norm1(x))
+        return self.fc(self.norm2(x)[:, 0])
+
+
+def run_onnx(path, **feeds):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {key: value.numpy() for key, value in feeds.items()}), strict=True))
+
+
+def assert_same(found, detector, x):
+    output, decision = detector(x)
+    np.testing.assert_allclose(found["output"], output.detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(found["score"], decision.score.numpy(), atol=1e-4)
+    np.testing.assert_allclose(found["p_value"], decision.p_value.numpy(), atol=1e-6)
+    assert found["is_ood"].tolist() == decision.is_ood.tolist()
+    assert 0 < decision.is_ood.sum() < len(x)
+
+
+@pytest.fixture(scope="module")
+def _onnx():
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+
+CASES = {
+    "batch norm, average": lambda: (make_trained(), {"scorer": "average"}),
+    "batch norm, logistic": lambda: (make_trained(), {"scorer": "logistic"}),
+    "batch norm, mlp": lambda: (make_trained(), {"scorer": "mlp"}),
+    "batch norm, typicality": lambda: (make_trained(), {"scorer": "typicality"}),
+    "batch norm, both statistics": lambda: (make_trained(), {"scorer": "average", "statistic": "both"}),
+    "convolutions": lambda: (Convolutions().eval(), {"scorer": "average"}),
+    "layer norm": lambda: (Transformer().eval(), {"scorer": "logistic"}),
+}
+
+
+@pytest.mark.usefixtures("_onnx")
+@pytest.mark.parametrize("case", CASES)
+def test_onnxruntime_says_what_the_detector_says(case, tmp_path):
+    model, options = CASES[case]()
+    detector = Detector(model, **options).fit(usual())
+    assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == ("output", "score", "p_value", "is_ood")
+    name = "image" if case == "convolutions" else "x"
+    x = mixture()
+    assert_same(run_onnx(tmp_path / "d.onnx", **{name: x}), detector, x)
+    for size in (1, 7):  # the batch is dynamic
+        assert run_onnx(tmp_path / "d.onnx", **{name: x[:size]})["score"].shape == (size,)
+    assert count_hooks(model) == 0
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_the_graph_holds_the_header_of_the_saved_file(tmp_path):
+    import onnx
+
+    detector = Detector(make_trained(), scorer="average").fit(usual())
+    detector.info["model"] = "package:make"
+    to_onnx(detector, tmp_path / "d.onnx", example_input=usual(1))
+    graph = onnx.load(tmp_path / "d.onnx")
+    onnx.checker.check_model(graph)
+    (metadata,) = [entry.value for entry in graph.metadata_props if entry.key == METADATA_KEY]
+    header = json.loads(metadata)
+    assert header["calibration"]["threshold"] == detector.threshold
+    assert (header["info"]["model"], header["format_version"]) == ("package:make", 1)
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_a_cascade_is_in_the_graph_with_all_its_exits(tmp_path):
+    model = make_trained()
+    detector = Detector(model, scorer="average").fit(usual(200))
+    detector.scorer = CascadeScorer.around(detector.scorer, detector._layers).fit(detector.discrepancy(usual(200)))
+    detector.calibrate(usual(100, seed=2))
+    to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+    found, x = run_onnx(tmp_path / "d.onnx", x=mixture()), mixture()
+    decision = detector.predict(x)
+    np.testing.assert_allclose(found["score"], decision.score.numpy(), rtol=1e-4, atol=1e-4)
+    assert found["is_ood"].tolist() == decision.is_ood.tolist()
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_every_output_of_the_model_has_a_name(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_trained()
+
+        def forward(self, x):
+            logits = self.net(x)
+            return {"logits": logits, "score": logits.amax(1)}
+
+    detector = Detector(Two().eval(), scorer="average").fit(usual())
+    names = to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+    assert names == ("logits", "output_score", "score", "p_value", "is_ood")
+    found, (output, decision) = run_onnx(tmp_path / "d.onnx", x=mixture()), detector(mixture())
+    np.testing.assert_allclose(found["output_score"], output["score"].detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(found["score"], decision.score.numpy(), atol=1e-4)
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_keyword_inputs_and_masks_go_along(tmp_path):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm, self.fc = nn.Embedding(20, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+
+        def forward(self, input_ids, attention_mask):
+            return self.fc(self.norm(self.embed(input_ids))[:, 0])
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 20, (60, 5), generator=generator)
+    mask = (torch.arange(5) < torch.randint(1, 6, (60, 1), generator=generator)).long()
+    detector = Detector(Words().eval(), scorer="average").fit({"input_ids": ids, "attention_mask": mask})
+    one = {"input_ids": ids[:1], "attention_mask": mask[:1]}
+    to_onnx(detector, tmp_path / "d.onnx", example_input=one)
+    found = run_onnx(tmp_path / "d.onnx", input_ids=ids[:9], attention_mask=mask[:9])
+    decision = detector.predict({"input_ids": ids[:9], "attention_mask": mask[:9]})
+    np.testing.assert_allclose(found["score"], decision.score.numpy(), atol=1e-4)
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_openvino_says_what_the_detector_says(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    detector = Detector(make_trained(), scorer="average").fit(usual())
+    to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+    compiled = openvino.Core().compile_model(str(tmp_path / "d.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    x = mixture()
+    result = compiled(x.numpy())
+    found = {name: result[name] for name in ("output", "score", "p_value", "is_ood")}
+    assert_same(found, detector, x)
+
+
+@pytest.mark.parametrize("scorer", ["average", "logistic"])
+def test_pt2_says_what_the_detector_says(scorer, tmp_path):
+    detector = Detector(make_trained(), scorer=scorer).fit(usual())
+    names = to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
+    extra = {METADATA_KEY: ""}
+    program = torch.export.load(tmp_path / "d.pt2", extra_files=extra)
+    x = mixture()
+    found = {name: value.detach().numpy() for name, value in zip(names, program.module()(x), strict=True)}
+    assert_same(found, detector, x)
+    assert json.loads(extra[METADATA_KEY])["calibration"]["threshold"] == detector.threshold
+
+
+def test_the_model_and_its_mode_are_left_alone(tmp_path):
+    model = make_trained()
+    detector = Detector(model, scorer="average").fit(usual())
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
+    assert all(module.training for module in model.modules())
+    assert count_hooks(model) == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_scorer_of_ones_own_goes_into_the_graph(tmp_path):
+    class Largest:
+        def fit(self, inliers, outliers=None):
+            return self
+
+        def score(self, vectors):
+            return vectors.abs().amax(dim=1)
+
+    detector = Detector(make_trained(), scorer=Largest()).fit(usual())
+    to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
+    score = torch.export.load(tmp_path / "d.pt2").module()(mixture())[1]
+    torch.testing.assert_close(score, detector.score(mixture()))
+
+
+def test_a_detector_without_threshold_is_refused(tmp_path):
+    with pytest.raises(NotFittedError, match="Expected a fitted detector to export"):
+        to_pt2(Detector(make_trained(), scorer="average"), tmp_path / "d.pt2", input_shape=SHAPE)
+    assert not (tmp_path / "d.pt2").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"example_input": usual(2), "input_shape": SHAPE}], ids=["none", "both"])
+def test_exactly_one_description_of_the_input_is_wanted(options, tmp_path):
+    detector = Detector(make_trained(), scorer="average").fit(usual())
+    with pytest.raises(InputError, match="either `example_input` or `input_shape`"):
+        to_pt2(detector, tmp_path / "d.pt2", **options)
+
+
+def test_inputs_must_be_tensors(tmp_path):
+    detector = Detector(make_trained(), scorer="average").fit(usual())
+    with pytest.raises(InputError, match="Expected inputs that are tensors to export, but got str"):
+        to_pt2(detector, tmp_path / "d.pt2", example_input={"x": usual(2), "mode": "fast"})
+
+
+def test_a_missing_package_is_named_with_its_cure(monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def without_onnx(name, *args, **kwargs):
+        if name == "onnx":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    detector = Detector(make_trained(), scorer="average").fit(usual())
+    monkeypatch.setattr(builtins, "__import__", without_onnx)
+    with pytest.raises(MissingExtraError, match=r"pip install neuralmean\[onnx\]"):
+        to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
