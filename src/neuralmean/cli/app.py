@@ -1,0 +1,72 @@
+"""The application: its commands, and how errors and warnings reach the person at the terminal."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
+from neuralmean.version import __version__
+
+app = typer.Typer(
+    name="nmd",
+    help="Tells you when a PyTorch model is looking at something it was not trained for.",
+    epilog="Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 something is OOD (with --fail-on-ood).",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_COMMANDS = ("demo", "inspect", "fit", "score", "explain", "export", "serve", "bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        from neuralmean.artefact import FORMAT_VERSION
+
+        typer.echo(f"neuralmean {__version__}, torch {torch.__version__}, file format {FORMAT_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and leave.")
+    ] = False,
+) -> None:
+    """Tells you when a PyTorch model is looking at something it was not trained for."""
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+    if issubclass(category, NeuralMeanWarning):
+        typer.echo(f"Note: {message}", err=True)
+
+
+def load_commands() -> typer.Typer:
+    """Register every command, and return the application."""
+    for name in _COMMANDS:
+        import_module(f"neuralmean.cli.{name}_command")
+    return app
+
+
+def main() -> None:
+    """Run the command and leave with its exit code."""
+    load_commands()
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except NeuralMeanError as error:
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has gone: nothing to say
+        sys.exit(1)
+    except MemoryError:
+        typer.echo("Error: out of memory. Use a smaller --batch-size.", err=True)
+        sys.exit(1)

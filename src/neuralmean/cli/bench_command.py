@@ -1,0 +1,177 @@
+"""`nmd bench`: the paper, reproduced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neuralmean.cli import options
+from neuralmean.cli.app import app
+from neuralmean.errors import InputError
+
+bench = typer.Typer(
+    name="bench",
+    help="The paper as a program, on your own copies of the data sets and weights.",
+    epilog="Example: `nmd bench list`, then `nmd bench run few-shot --data data --weights weights`.",
+    no_args_is_help=True,
+)
+app.add_typer(bench)
+
+Data = Annotated[Path, typer.Option("--data", metavar="DIR", help="Folder of the image sets.")]
+Models = Annotated[Path, typer.Option("--weights", metavar="DIR", help="Folder of the trained models.")]
+
+
+@bench.command("list", epilog="Example: `nmd bench list --methods`.")
+def list_(
+    methods: Annotated[bool, typer.Option("--methods", help="Name every method instead.")] = False,
+    data: Data = Path("data"),
+    weights: Models = Path("weights"),
+) -> None:
+    """Show every experiment, what of the paper it is, and whether data and weights for it are here."""
+    if methods:
+        from neuralmean.bench import baselines
+
+        for name in baselines.names():
+            typer.echo(name)
+        return
+    from neuralmean.bench import experiments
+
+    if data.is_dir() and weights.is_dir():
+        for entry in experiments.available(data, weights):
+            state = f"ready: {'; '.join(entry.ready)}" if entry.ready else "nothing here for it"
+            typer.echo(f"{entry.name:<15}{entry.title} ({entry.reference})\n{'':<15}{state}")
+            if entry.missing:
+                typer.echo(f"{'':<15}missing: {', '.join(entry.missing)}")
+        return
+    for name in experiments.names():
+        found = experiments.get(name)
+        typer.echo(f"{name:<15}{found.title} ({found.reference})")
+    typer.echo("Say --data DIR and --weights DIR to see what can be run.", err=True)
+
+
+@bench.command(epilog="Example: `nmd bench run statistical few-shot --data data --weights weights --out results.json`.")
+def run(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all by default.")] = None,
+    data: Data = Path("data"),
+    weights: Models = Path("weights"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Results file; rows that are there stay.")] = Path(
+        "results.json"
+    ),
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Where features are kept; beside --out.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most so many images of a set: a quick look.")
+    ] = None,
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Only these methods; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,
+    quiet: options.Quiet = False,
+) -> None:
+    """Run experiments; a run that was interrupted goes on where it stopped."""
+    from neuralmean.bench import experiments
+
+    def announce(line: str) -> None:
+        if not quiet:
+            typer.echo(line, err=True)
+
+    with options.progress(quiet):
+        rows = experiments.run(
+            names or None, data=data, weights=weights, out=out, cache=cache, limit=limit, seed=seed,
+            methods=methods or None, announce=announce,
+        )  # fmt: skip
+    typer.echo(f"{out}: {len(rows)} rows. See them with `nmd bench report {out}`.", err=True)
+
+
+@bench.command(epilog="Example: `nmd bench report results.json --html results.html --markdown results.md`.")
+def report(
+    results: Annotated[Path, typer.Argument(metavar="FILE", help="A results file.", show_default=False)],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where the HTML page goes.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Where the Markdown page goes.")
+    ] = None,
+) -> None:
+    """Write results beside the paper's figures, with the difference and with plots."""
+    from neuralmean.bench import report as work
+
+    if html is None and markdown is None:
+        html, markdown = results.with_suffix(".html"), results.with_suffix(".md")
+    for path in work.write(results, html=html, markdown=markdown):
+        typer.echo(str(path))
+
+
+@bench.command(epilog="Example: `nmd bench train convnet4 --id cifar10 --data data --out convnet4.safetensors`.")
+def train(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model; see `nmd bench models`.", show_default=False)],
+    id_set: Annotated[str, typer.Option("--id", metavar="SET", help="The set to train on.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The weights to write.")],
+    data: Data = Path("data"),
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipe's.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many images.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train a model; run the same command again after an interruption and it goes on."""
+    from neuralmean.bench import data as sets
+    from neuralmean.bench.train import train as work
+    from neuralmean.cli.training import TrainingBar
+
+    images, test = sets.load(id_set, "train", data), sets.load(id_set, "test", data)
+    if limit is not None:
+        images = images.limit(limit)
+    with TrainingBar(f"Training {name}", quiet=quiet) as bar:
+        trained = work(
+            name, images, out=out, test_set=test, epochs=epochs, seed=seed, overwrite=overwrite, progress=bar
+        )
+    typer.echo(f"{out}: accuracy {trained.metadata.get('accuracy', 'not measured')}", err=True)
+
+
+@bench.command("data", epilog="Example: `nmd bench data --data data --download svhn`.")
+def data_(
+    data: Data = Path("data"),
+    download: Annotated[list[str] | None, typer.Option("--download", metavar="SET", help="Get a set first.")] = None,
+) -> None:
+    """Show which image sets are found where, and how to get those that are missing."""
+    from neuralmean.bench import data as sets
+
+    for name in download or []:
+        typer.echo(f"Getting {name}…", err=True)
+        sets.download(name, data)
+    if not data.is_dir():
+        raise InputError(f"Expected the folder of the image sets, but {str(data)!r} is none. Say --data DIR.")
+    for entry in sets.find(data):
+        where = f"{entry.count or 0:>7} images  {entry.path}  {entry.check}" if entry.path else f"missing: {entry.hint}"
+        typer.echo(f"{entry.name:<17}{entry.split:<7}{where}")
+
+
+@bench.command(epilog="Example: `nmd bench models --data data --weights weights`.")
+def models(
+    data: Data = Path("data"),
+    weights: Models = Path("weights"),
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many test images.")] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Show every architecture, and the accuracy of the trained ones beside what is expected."""
+    from neuralmean.bench import data as sets
+    from neuralmean.bench import models as zoo
+    from neuralmean.bench.models.evaluate import accuracy, expected_accuracy
+
+    found = sorted(weights.glob("*.safetensors")) if weights.is_dir() else []
+    typer.echo("architectures: " + ", ".join(zoo.names()))
+    for path in found:
+        trained = zoo.load_weights(path)
+        expected = expected_accuracy(trained)
+        told = "" if expected is None else f", expected {expected:.2f} %"
+        name = trained.metadata.get("dataset", "")
+        if not data.is_dir() or not trained.num_classes:
+            typer.echo(f"{path.name}: {trained.name}, {trained.num_classes} classes{told}")
+            continue
+        test = sets.load(name, "test", data)
+        if test.labels is None:
+            raise InputError(f"Expected labels in the test set of {name!r}, but there are none.")
+        images, labels = test.images[:limit], test.labels[:limit]
+        if not quiet:
+            typer.echo(f"{path.name}: running {len(images)} images…", err=True)
+        typer.echo(f"{path.name}: {accuracy(trained, images, labels):.2f} % of {len(images)}{told}")

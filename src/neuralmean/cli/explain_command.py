@@ -1,0 +1,57 @@
+"""`nmd explain`: which layers saw something strange."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from neuralmean.cli import options
+from neuralmean.cli.app import app
+from neuralmean.errors import InputError
+
+_BAR = 40
+
+
+@app.command(epilog="Example: `nmd explain model.nmd photo.png`.")
+def explain(
+    saved: options.Saved,
+    image: Annotated[str, typer.Argument(metavar="IMAGE", help="An image.", show_default=False)],
+    top: Annotated[int, typer.Option("--top", min=1, help="How many channels to show.")] = 5,
+    format_: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
+    model: options.Model = None,
+    weights: options.Weights = None,
+) -> None:
+    """Show how much each layer adds to the score of an image."""
+    from neuralmean.images import ImageBatches
+    from neuralmean.opening import open_saved
+
+    if format_ not in ("table", "json"):
+        raise InputError(f"Expected --format to be table or json, but got {format_!r}.")
+    opened = open_saved(saved, model=model, weights=weights)
+    batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
+    batch = next(iter(batches), None)
+    if batch is None:
+        reason = f": {batches.unreadable[0]}" if batches.unreadable else "."
+        raise InputError(f"Expected an image that can be read, but got {image!r}{reason}")
+    decision, found = opened.detector.predict(batch.images[:1])[0], opened.detector.explain(batch.images[:1])
+    layers = list(zip(found.layers, found.by_layer[0].tolist(), strict=True))
+    terms = {name: value[0].item() for name, value in found.terms.items()}
+    if format_ == "json":
+        row: dict[str, Any] = {
+            "path": batch.names[0],
+            "score": decision.score.item(),
+            "p_value": decision.p_value.item(),
+        }
+        row |= {"is_ood": bool(decision.is_ood), "layers": dict(layers), "terms": terms, "exact": found.exact}
+        typer.echo(json.dumps(row))
+        return
+    typer.echo(f"{batch.names[0]}: {decision}")
+    largest = max((abs(value) for _, value in layers), default=0.0) or 1.0
+    width = max(len(name) for name in [*found.layers, *terms])
+    for name, value in [*layers, *terms.items()]:
+        bar = "█" * min(round(abs(value) / largest * _BAR), _BAR) if name not in terms else ""
+        typer.echo(f"{name:<{width}}  {value:>9.4f}  {bar}")
+    typer.echo("channels: " + ", ".join(f"{name} {value:.3g}" for name, value in found.top_channels(n=top)))
+    typer.echo("layers and terms add up to the score" if found.exact else "to first order: gradient times vector")

@@ -1,0 +1,90 @@
+"""`nmd fit`: from a model and folders of images to a saved detector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from neuralmean.cli import options
+from neuralmean.cli.app import app
+from neuralmean.errors import InputError
+
+_EPILOG = (
+    "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
+    "Held-out images are ones that the model was not trained on: the threshold comes from them."
+)
+
+
+@app.command(epilog=_EPILOG)
+def fit(
+    model: options.Spec,
+    id_data: Annotated[
+        list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the detector.")],
+    ood: Annotated[list[str] | None, typer.Option("--ood", metavar="PATH", help="Examples of what is not.")] = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option("--held-out", metavar="PATH", help="In-distribution images the model was not trained on."),
+    ] = None,
+    scorer: Annotated[
+        str | None,
+        typer.Option("--scorer", help="average, logistic, mlp or typicality; by default the best for the data."),
+    ] = None,
+    statistic: Annotated[str, typer.Option("--statistic", help="mean, variance or both.")] = "mean",
+    layers: Annotated[
+        list[str] | None, typer.Option("--layers", help="Names or globs of layers; may be repeated.")
+    ] = None,
+    false_alarm_rate: Annotated[
+        float, typer.Option("--false-alarm-rate", help="Share of in-distribution images that may be flagged.")
+    ] = 0.05,
+    weights: options.Weights = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    size: options.Size = None,
+    batch_size: options.BatchSize = 64,
+    workers: options.Workers = None,
+    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Fit a detector to a model and save it."""
+    from neuralmean.detector import Detector
+    from neuralmean.scoring import CountedBatches
+
+    resolved = options.resolve_spec(model, weights, mean, std, size)
+    how = resolved.preprocessing
+    if how is None:
+        raise InputError(f"Expected to know how the images of {model!r} are prepared. Pass --mean, --std and --size.")
+    info: dict[str, Any] = {
+        "model": model,
+        "preprocessing": how.to_json(),
+        "id": id_data,
+        "ood": ood,
+        "held_out": held_out,
+    }
+    if resolved.weights_path is not None:
+        info["weights"] = str(resolved.weights_path.resolve())
+
+    def images(paths: list[str] | None) -> CountedBatches | None:
+        if not paths:
+            return None
+        return CountedBatches(paths, how, batch_size=batch_size, workers=workers, on_unreadable=options.tell_unreadable)
+
+    with options.progress(quiet):
+        if engine == "ray":
+            from neuralmean import distributed
+
+            detector = distributed.fit(
+                resolved.model, id_data, ood, held_out=held_out, preprocessing=how, layers=layers or None,
+                statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, batch_size=batch_size, address=address,
+            )  # fmt: skip
+        elif engine == "local":
+            detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
+            detector.fit(images(id_data), images(ood), held_out=images(held_out), false_alarm_rate=false_alarm_rate)
+        else:
+            raise InputError(f"Expected --engine to be local or ray, but got {engine!r}.")
+    detector.save(out, info=info)
+    typer.echo(f"{out}: {detector!r}", err=True)

@@ -1,0 +1,103 @@
+"""`nmd score`: a verdict on every image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from neuralmean.cli import options
+from neuralmean.cli.app import app
+from neuralmean.errors import InputError
+
+if TYPE_CHECKING:
+    from neuralmean.scoring import Tally
+
+_EPILOG = (
+    "Example: `nmd score model.nmd photos/ --format json`, or `nmd score model.nmd photos/ --out scores.csv --resume`. "
+    "Files that cannot be read are named on stderr and left out; the exit code is 1 only if none could be read."
+)
+
+
+@app.command(epilog=_EPILOG)
+def score(
+    saved: options.Saved,
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Folders, files, globs, .npz, .npy.", show_default=False)
+    ],
+    format_: Annotated[
+        str | None,
+        typer.Option("--format", help="table, json (a line each), csv or parquet; by default what --out ends in."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write here instead of to stdout.")] = None,
+    fail_on_ood: Annotated[
+        bool, typer.Option("--fail-on-ood", help="Leave with exit code 3 if an image is OOD.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted run into --out stopped.")
+    ] = False,
+    model: options.Model = None,
+    weights: options.Weights = None,
+    batch_size: options.BatchSize = 64,
+    workers: options.Workers = None,
+    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Say of each image how unusual it is: path, score, p-value, is_ood."""
+    from neuralmean.artefact import Artefact
+    from neuralmean.opening import open_saved
+    from neuralmean.scoring import Row, ScoreFile, Tally, format_of, format_rows, score_images
+
+    if engine not in ("local", "ray"):
+        raise InputError(f"Expected --engine to be local or ray, but got {engine!r}.")
+    if resume and out is None:
+        raise InputError("Expected a file to go on with. Pass --out FILE with --resume.")
+    kind = format_of(out, format_)
+    opened = open_saved(saved, model=model, weights=weights)
+    how, tally = opened.need_preprocessing(), Tally()
+
+    def batches(skip: Callable[[str], bool] | None) -> Iterable[list[Row]]:
+        if engine == "ray":
+            from neuralmean import distributed
+
+            chunks = distributed.stream(
+                saved, paths, model=opened.detector.model, preprocessing=how, address=address, batch_size=batch_size
+            )
+            for chunk in chunks:
+                for note in chunk.unreadable:
+                    tally.unreadable += 1
+                    options.tell_unreadable(note)
+                columns = zip(chunk.names, chunk.score, chunk.p_value, chunk.is_ood, strict=True)
+                rows = [Row(*row) for row in columns]
+                yield [row for row in rows if skip is None or not skip(row.path)]
+        else:
+            yield from score_images(
+                opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
+                on_unreadable=options.tell_unreadable, skip=skip,
+            )  # fmt: skip
+
+    with options.progress(quiet):
+        if out is not None:
+            settings = [list(map(str, paths)), how.to_json(), batch_size]
+            ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume).write(batches, tally)
+        else:
+            for index, rows in enumerate(batches(None)):
+                for line in format_rows(kind, tally.count(rows), header=index == 0):
+                    typer.echo(line)
+    _finish(tally, quiet, fail_on_ood, paths)
+
+
+def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str]) -> None:
+    if not quiet:
+        parts = [f"{tally.scored} scored", f"{tally.flagged} OOD"]
+        parts += [f"{tally.unreadable} unreadable"] if tally.unreadable else []
+        parts += [f"{tally.skipped} skipped (no images)"] if tally.skipped else []
+        parts += [f"{tally.resumed} from the earlier run"] if tally.resumed else []
+        typer.echo(", ".join(parts), err=True)
+    if not tally.scored:
+        raise InputError(f"Expected at least one image that can be read in {', '.join(paths)}, but there is none.")
+    if fail_on_ood and tally.flagged:
+        raise typer.Exit(3)
