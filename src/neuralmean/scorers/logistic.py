@@ -13,14 +13,16 @@ from typing_extensions import Self
 
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import VectorScorer, check_two_classes
-from neuralmean.scorers.logistic_solver import Problems, Rows, Spectrum, sketch_spectrum, solve
+from neuralmean.scorers.logistic_solver import Effort, Problems, Rows, Spectrum, sketch_spectrum, solve
 from neuralmean.scorers.standardise import column_scale
 
 PENALTIES = torch.logspace(-4, 4, 10, dtype=torch.float64)  # sklearn's C: the larger, the less is penalised
 FOLDS = 5
 _FEW_ROWS = 512  # up to here rows are rotated into as many columns, in float64
-_TOLERANCE, _ITERATIONS = 1e-4, 50  # of the folds: sklearn's tolerance
-_REFIT_TOLERANCE, _REFIT_ITERATIONS = 1e-5, 100
+
+_FOLDS_OF_MANY = Effort(1e-4, 50)  # sklearn's own tolerance; more digits change neither the choice nor the AUROC
+_REFIT_OF_MANY = Effort(1e-5, 100)
+_FEW = Effort(1e-6, 300)  # one row decides between penalties, and an iteration costs next to nothing
 
 
 class LogisticScorer(VectorScorer):
@@ -59,12 +61,12 @@ class LogisticScorer(VectorScorer):
         table = torch.cat([inliers, outliers]).detach().to("cpu", torch.float32)  # the one copy
         self.mean_, self.scale_, varies = column_scale(lambda: [table])
         table.sub_(self.mean_).div_(self.scale_)
-        basis = None
-        if len(table) <= min(_FEW_ROWS, table.shape[1]):
+        if len(table) <= _FEW_ROWS:
             table, basis = _rotate(table)
-        rows = Rows(lambda: [table], *table.shape)
-        weights = self._fit_rows(rows, is_ood, table.dtype)
-        self.weight_ = (weights if basis is None else basis @ weights).float() * varies
+            weights = basis @ self._fit_rows(Rows.of(table), is_ood, _FEW, _FEW)
+        else:
+            weights = self._fit_rows(Rows.of(table), is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY)
+        self.weight_ = weights.float() * varies
         return self
 
     def fit_chunks(self, chunks: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Self:
@@ -92,7 +94,7 @@ class LogisticScorer(VectorScorer):
             )
         self.mean_, self.scale_, varies = column_scale(lambda: (block.float() for block, _ in chunks()))
         rows = Rows(lambda: (self._standardise(block) for block, _ in chunks()), len(is_ood), len(self.mean_))
-        self.weight_ = self._fit_rows(rows, is_ood, torch.float32) * varies
+        self.weight_ = self._fit_rows(rows, is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY) * varies
         return self
 
     def score(self, vectors: Tensor) -> Tensor:
@@ -107,22 +109,22 @@ class LogisticScorer(VectorScorer):
     def _standardise(self, vectors: Tensor) -> Tensor:
         return (vectors.float() - self.mean_) / self.scale_
 
-    def _fit_rows(self, rows: Rows, is_ood: Tensor, dtype: torch.dtype) -> Tensor:
+    def _fit_rows(self, rows: Rows, is_ood: Tensor, folds_effort: Effort, refit_effort: Effort) -> Tensor:
         """Choose the penalty and return the weights, shape (D,), for standardised rows."""
-        spectrum = sketch_spectrum(rows, dtype)
+        spectrum, dtype = sketch_spectrum(rows), rows.dtype
         sign = torch.where(is_ood, 1.0, -1.0).to(dtype)
         folds = min(FOLDS, int(is_ood.sum()), int((~is_ood).sum()))
         start = torch.zeros(1, rows.columns + 1, dtype=dtype)
         self.penalty_ = torch.tensor(1.0, dtype=torch.float64)
         if folds >= 3:
-            best, start = _cross_validate(rows, is_ood, sign, spectrum, fold_of_row(is_ood, folds))
+            best, start = _cross_validate(rows, is_ood, sign, spectrum, fold_of_row(is_ood, folds), folds_effort)
             self.penalty_ = PENALTIES[best].clone()
         problem = Problems(
             sign,
             torch.full((1, rows.count), 1 / rows.count, dtype=dtype),
             (1 / (self.penalty_ * rows.count)).to(dtype).view(1, 1),
         )
-        weights, _ = solve(rows, problem, spectrum, start, tolerance=_REFIT_TOLERANCE, max_iterations=_REFIT_ITERATIONS)
+        weights, _ = solve(rows, problem, spectrum, start, refit_effort)
         return weights[0, :-1]
 
 
@@ -139,7 +141,9 @@ def fold_of_row(is_ood: Tensor, folds: int) -> Tensor:
     return fold
 
 
-def _cross_validate(rows: Rows, is_ood: Tensor, sign: Tensor, spectrum: Spectrum, fold: Tensor) -> tuple[int, Tensor]:
+def _cross_validate(
+    rows: Rows, is_ood: Tensor, sign: Tensor, spectrum: Spectrum, fold: Tensor, effort: Effort
+) -> tuple[int, Tensor]:
     """Return which penalty is best and weights to start its refit from, shape (1, D + 1)."""
     folds = int(fold.max()) + 1
     held_out = fold == torch.arange(folds)[:, None]  # (F, N)
@@ -147,9 +151,7 @@ def _cross_validate(rows: Rows, is_ood: Tensor, sign: Tensor, spectrum: Spectrum
     share = (~held_out / trained).to(sign.dtype).repeat(len(PENALTIES), 1)  # penalty by penalty, fold by fold
     ridge = (1 / (PENALTIES[:, None, None] * trained)).view(-1, 1).to(sign.dtype)
     start = torch.zeros(len(share), rows.columns + 1, dtype=sign.dtype)
-    weights, margins = solve(
-        rows, Problems(sign, share, ridge), spectrum, start, tolerance=_TOLERANCE, max_iterations=_ITERATIONS
-    )
+    weights, margins = solve(rows, Problems(sign, share, ridge), spectrum, start, effort)
     right = ((margins > 0) == is_ood).view(len(PENALTIES), folds, -1) & held_out
     accuracy = (right.sum(dim=2).double() / held_out.sum(dim=1)).mean(dim=1)
     best = int((accuracy >= accuracy.max() - 1e-9).nonzero()[0])

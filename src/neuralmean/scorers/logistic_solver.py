@@ -32,12 +32,21 @@ class Rows:
         blocks: Called once a pass; gives the rows in the same order each time, shapes (n, D).
         count: Number of rows, N.
         columns: Number of columns, D.
+        dtype: Of the blocks, and of all that is computed from them.
     """
 
-    def __init__(self, blocks: Callable[[], Iterable[Tensor]], count: int, columns: int) -> None:
+    def __init__(
+        self, blocks: Callable[[], Iterable[Tensor]], count: int, columns: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.blocks = blocks
         self.count = count
         self.columns = columns
+        self.dtype = dtype
+
+    @classmethod
+    def of(cls, table: Tensor) -> Rows:
+        """Return the rows of a table that is in memory, shape (N, D)."""
+        return cls(lambda: [table], *table.shape, table.dtype)
 
     def margins(self, weights: Tensor) -> Tensor:
         """Return `x_i · w_k + b_k`, shape (K, N), for weights (K, D + 1) whose last column is the intercept."""
@@ -104,13 +113,13 @@ class Spectrum:
         return step
 
 
-def sketch_spectrum(rows: Rows, dtype: torch.dtype) -> Spectrum:
+def sketch_spectrum(rows: Rows) -> Spectrum:
     """Find the leading eigenvectors of X'X / N in one pass (Nyström, Tropp et al. 2017, algorithm 3)."""
     generator = torch.Generator().manual_seed(0)
     size = min(SKETCH_COLUMNS, rows.columns)
-    test = torch.linalg.qr(torch.randn(rows.columns, size, generator=generator, dtype=dtype))[0]
+    test = torch.linalg.qr(torch.randn(rows.columns, size, generator=generator, dtype=rows.dtype))[0]
     image = rows.second_moment(test)
-    shift = torch.finfo(dtype).eps * image.norm()
+    shift = torch.finfo(rows.dtype).eps * image.norm()
     image = (image + shift * test).double()
     core = test.double().T @ image
     factor = torch.linalg.solve_triangular(torch.linalg.cholesky((core + core.T) / 2), image.T, upper=False)  # (R, D)
@@ -118,21 +127,26 @@ def sketch_spectrum(rows: Rows, dtype: torch.dtype) -> Spectrum:
     squares = squares.clamp_min(float(shift))
     vectors = factor.T @ (mixed / squares.sqrt())
     values = (squares - shift).clamp_min(0)
-    return Spectrum(vectors.to(dtype), values.to(dtype), values.min().to(dtype))
+    return Spectrum(vectors.to(rows.dtype), values.to(rows.dtype), values.min().to(rows.dtype))
 
 
-def solve(
-    rows: Rows, problems: Problems, spectrum: Spectrum, start: Tensor, *, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor]:
-    """Solve all problems from `start` until no gradient entry is larger than `tolerance`.
+@dataclass(frozen=True)
+class Effort:
+    """When to stop: a problem is solved if no gradient entry is larger than `tolerance`; an iteration reads the rows twice."""
+
+    tolerance: float
+    max_iterations: int
+
+
+def solve(rows: Rows, problems: Problems, spectrum: Spectrum, start: Tensor, effort: Effort) -> tuple[Tensor, Tensor]:
+    """Solve all problems from `start`; those not solved after the last iteration stay as they are.
 
     Args:
         rows: The rows, shape (N, D).
         problems: The K problems.
         spectrum: Of these rows, for the first guess of every Hessian.
         start: Weights to start from, shape (K, D + 1), the intercept last.
-        tolerance: Largest absolute gradient entry at which a problem counts as solved.
-        max_iterations: Passes (there and back) over the rows after which unsolved problems stay as they are.
+        effort: When to stop.
 
     Returns:
         Weights, shape (K, D + 1), and the margins `x_i · w_k + b_k` of all rows, shape (K, N).
@@ -143,8 +157,8 @@ def solve(
     weights, margins = solution.clone(), solved_margins.clone()
     gradient = problems.gradient(rows, weights, margins)
     history = _History([], [])
-    for _ in range(max_iterations):
-        unsolved = gradient.abs().amax(dim=1) > tolerance
+    for _ in range(effort.max_iterations):
+        unsolved = gradient.abs().amax(dim=1) > effort.tolerance
         if not unsolved.all():
             solution[live], solved_margins[live] = weights, margins
             live, weights, margins, gradient = (part[unsolved] for part in (live, weights, margins, gradient))
