@@ -13,6 +13,7 @@ from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
+from neuralmean.scorers.typicality import TypicalityScorer
 
 __all__ = [
     "SCORERS",
@@ -21,11 +22,13 @@ __all__ = [
     "MlpScorer",
     "Observation",
     "Scorer",
+    "TypicalityScorer",
     "VectorScorer",
     "make_scorer",
 ]
 
-SCORERS: dict[str, type[VectorScorer]] = {kind.name: kind for kind in (AverageScorer, LogisticScorer, MlpScorer)}
+_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, LogisticScorer, MlpScorer, TypicalityScorer)
+SCORERS = {kind.name: kind for kind in _KINDS}
 
 
 def make_scorer(name: str, options: Mapping[str, JSON] | None = None) -> VectorScorer:
@@ -38,7 +41,7 @@ def make_scorer(name: str, options: Mapping[str, JSON] | None = None) -> VectorS
         close = difflib.get_close_matches(str(name), SCORERS, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InputError(
-            f"Expected `scorer` to be one of {sorted(SCORERS)} or an object with `fit` and `score`, but got {name!r}.{hint}"
+            f"Expected `scorer` to be one of {sorted(SCORERS)} or an object with `fit`, `score`, but got {name!r}.{hint}"
         )
     kind = SCORERS[name]
     unknown = sorted(set(options or {}) - set(kind.options))
