@@ -225,6 +225,23 @@ class TestCalibration:
         assert detector.calibration_source == source
         assert detector.predict(torch.rand(500, 3, 8, 8)).is_ood.float().mean() < 0.12
 
+    @pytest.mark.parametrize("n", [300, 2500])
+    def test_the_default_is_calibrated_on_turned_images_without_held_out_ones(self, model, n):
+        with pytest.warns(
+            CalibrationWarning, match="slightly turned, which stands in for images that the model has not memo"
+        ):
+            detector = Detector(model).fit(torch.rand(n, 3, 8, 8))
+        assert detector.calibration_source == "rotated"
+        assert len(detector.calibration.scores) == {300: 300, 2500: 500}[n]
+
+    def test_inputs_that_are_no_images_are_cross_fitted_instead(self):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).train()
+        with torch.no_grad():
+            for _ in range(50):
+                model(torch.randn(64, 4))
+        with pytest.warns(CalibrationWarning, match="by cross-fitting"):
+            assert Detector(model).fit(torch.randn(200, 4)).calibration_source == "folds"
+
     def test_with_held_out_data_there_is_nothing_to_warn_of(self, model, images):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuralmean.errors import InputError
-from neuralmean.synthesis import permute_blocks
+from neuralmean.synthesis import permute_blocks, rotate
 
 
 def _blocks(image, rows, columns):
@@ -76,3 +76,23 @@ def test_a_single_pixel_cannot_be_permuted():
 def test_blocks_must_be_a_positive_integer(blocks):
     with pytest.raises(InputError, match="Expected `blocks` to be a positive integer, but got"):
         permute_blocks(torch.zeros(1, 3, 8, 8), blocks=blocks)
+
+
+def test_no_angle_leaves_the_image_as_it_is():
+    images = torch.rand(2, 3, 6, 9)
+    torch.testing.assert_close(rotate(images, degrees=0.0), images)
+
+
+def test_a_turned_disc_is_the_same_disc_and_a_turned_bar_leans():
+    y, x = torch.meshgrid(torch.arange(33.0) - 16, torch.arange(33.0) - 16, indexing="ij")
+    disc = torch.exp(-(x.square() + y.square()) / 60)[None, None]
+    torch.testing.assert_close(rotate(disc, degrees=15), disc, rtol=0, atol=0.02)
+    bar = torch.exp(-x.square() / 4)[None, None].expand(20, 1, 33, 33)
+    tops = rotate(bar, degrees=15)[:, 0, 2].argmax(1) - 16
+    assert tops.abs().max() <= 5  # 14 pixels up, 15 degrees: tan(15 deg) * 14 = 3.8
+    assert tops.min() < 0 < tops.max()
+
+
+def test_only_float_images_can_be_turned():
+    with pytest.raises(InputError, match="Expected float images"):
+        rotate(torch.zeros(1, 3, 4, 4, dtype=torch.uint8))

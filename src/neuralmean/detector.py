@@ -167,8 +167,12 @@ class Detector:
         self._reset()
         scorer = self._scorer_for(ood_data, batch_size)
         observer = self._make_observer(self._head_for(scorer))
-        crafted = None
-        if ood_data is None and getattr(scorer, "uses_outliers", False):
+        crafted = rotated = None
+        if held_out is None and fitting.needs_of(scorer):
+            # What the model says of images that it has memorised is no measure of what it says of fresh ones.
+            every = fitting.rotate_every(_count_rows(id_data, batch_size), rate)
+            rows, rotated = observer.observe_with_rotated(id_data, name="id_data", batch_size=batch_size, every=every)
+        elif ood_data is None and getattr(scorer, "uses_outliers", False):
             rows, crafted = observer.observe_with_crafted(id_data, name="id_data", batch_size=batch_size)
         else:
             rows = observer.observe_all(id_data, name="id_data", batch_size=batch_size)
@@ -188,6 +192,7 @@ class Detector:
             self._observation(rows),
             None if crafted is None else self._observation(crafted),
             held_out=None if held is None else self._observation(held),
+            rotated=None if rotated is None else self._observation(rotated),
             rate=rate,
         )
         self.calibration, self.calibration_source = Calibration.of(scores, rate), source
@@ -273,9 +278,7 @@ class Detector:
     def _scorer_for(self, ood_data: Any, batch_size: int) -> Scorer:
         if ood_data is None:
             return fitting.choose_scorer(self._scorer_choice, None)
-        batches = count_batches(ood_data, batch_size=batch_size)
-        size = getattr(ood_data, "batch_size", None) or batch_size
-        return fitting.choose_scorer(self._scorer_choice, 0 if batches is None else batches * size)
+        return fitting.choose_scorer(self._scorer_choice, _count_rows(ood_data, batch_size) or 0)
 
     def _head_for(self, scorer: Scorer) -> str | None:
         if not fitting.needs_of(scorer) or self._head_choice is False:
@@ -317,3 +320,9 @@ class Detector:
         name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)
         state = "not calibrated" if self.calibration is None else f"threshold {self.threshold:.4g}"
         return f"Detector({name}: {len(self._layers)} layers, {len(self.channels)} channels, {scorer}, {state})"
+
+
+def _count_rows(data: Any, batch_size: int) -> int | None:
+    """Return about how many examples `data` has, where that can be known."""
+    batches = count_batches(data, batch_size=batch_size)
+    return None if batches is None else batches * (getattr(data, "batch_size", None) or batch_size)

@@ -16,11 +16,13 @@ from neuralmean.calibration import examples_needed
 from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
 from neuralmean.scorers import Observation, Scorer, make_scorer
 
-Source = Literal["held_out", "kept_aside", "folds", "all"]
+Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 
 GUARANTEES: dict[str, str] = {
     "held_out": "The false-alarm rate holds for fresh inputs like the held-out ones, which the model must not have been "
     "trained on.",
+    "rotated": "The threshold comes from `id_data` slightly turned, which stands in for images that the model has not "
+    "memorised: an estimate without a guarantee. Pass `held_out` data that the model has not seen.",
     "kept_aside": "The threshold comes from a part of `id_data` kept aside. If the model was trained on these images, expect "
     "more false alarms than asked for: pass `held_out` data that the model has not seen.",
     "folds": "The threshold comes from `id_data` itself, by cross-fitting, and holds approximately. If the model was trained on "
@@ -46,6 +48,12 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
     if n_outliers is None:
         return make_scorer("typicality")
     return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
+
+
+def rotate_every(n_rows: int | None, rate: float) -> int:
+    """Return of how many images one is turned to calibrate on: all of few, a fifth of many."""
+    enough = max(examples_needed(rate), 200)
+    return 1 if n_rows is None else max(1, min(5, n_rows // enough))
 
 
 def needs_of(scorer: Scorer) -> frozenset[str]:
@@ -78,16 +86,25 @@ def score_rows(scorer: Scorer, observation: Observation) -> Tensor:
 
 
 def fit_and_score_inliers(
-    scorer: Scorer, inliers: Observation, outliers: Observation | None, *, held_out: Observation | None, rate: float
+    scorer: Scorer,
+    inliers: Observation,
+    outliers: Observation | None,
+    *,
+    held_out: Observation | None,
+    rotated: Observation | None,
+    rate: float,
 ) -> tuple[Tensor, Source]:
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
 
-    Held-out rows are used where there are any. Otherwise, of many rows a random part is kept out of the fit; few rows
-    are all used, and scored by scorers that were fitted on the other folds.
+    Held-out rows are used where there are any, else rows of turned images. Otherwise, of many rows a random part is
+    kept out of the fit; few rows are all used, and scored by scorers that were fitted on the other folds.
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)
         return score_rows(scorer, held_out), "held_out"
+    if rotated is not None:
+        fit_scorer(scorer, inliers, outliers)
+        return score_rows(scorer, rotated), "rotated"
     needed = examples_needed(rate)
     if len(inliers) < needed:
         raise CalibrationError(

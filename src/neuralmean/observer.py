@@ -15,7 +15,7 @@ from neuralmean.layers import Layer
 from neuralmean.progress import track
 from neuralmean.recorder import Recorder, find_head
 from neuralmean.reference import join_layers
-from neuralmean.synthesis import permute_blocks
+from neuralmean.synthesis import permute_blocks, rotate
 
 FIND_HEAD = "?"
 
@@ -102,6 +102,24 @@ class Observer:
                 shuffled = permute_blocks(batch.first, generator=generator)
                 crafted.append(self.observe(Batch((shuffled, *batch.args[1:])), name=name)[1])
         return Rows.cat(rows), Rows.cat(crafted)
+
+    def observe_with_rotated(self, data: Any, *, name: str, batch_size: int, every: int) -> tuple[Rows, Rows | None]:
+        """Return the rows of all of `data`, and of every `every`-th image slightly turned; None if these are no images."""
+        generator = torch.Generator().manual_seed(0)
+        rows: list[Rows] = []
+        turned: list[Rows] = []
+        seen = 0
+        with torch.no_grad():
+            for batch in self._batches(data, name, batch_size):
+                rows.append(self.observe(batch, name=name)[1])
+                start, seen = -seen % every, seen + len(batch)
+                if batch.kwargs or batch.first.dim() != 4:
+                    continue
+                images = batch.first[start::every]
+                if len(images):
+                    images = rotate(images, generator=generator)
+                    turned.append(self.observe(Batch((images, *batch.args[1:])), name=name)[1])
+        return Rows.cat(rows), Rows.cat(turned) if turned else None
 
     def _batches(self, data: Any, name: str, batch_size: int) -> Iterable[Batch]:
         steps = count_batches(data, batch_size=batch_size)

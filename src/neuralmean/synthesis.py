@@ -1,9 +1,12 @@
-"""Crafted out-of-distribution images for the paper's zero-shot protocol."""
+"""Images made from images: crafted out-of-distribution ones for the paper's zero-shot protocol, and turned ones."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from neuralmean.errors import InputError
 
@@ -55,6 +58,33 @@ def permute_blocks(
     result = images.clone(memory_format=torch.contiguous_format)
     result[:, :, : rows * block_height, : columns * block_width] = tiles.reshape(inner.shape)
     return result
+
+
+def rotate(images: Tensor, *, degrees: float = 15.0, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
+    """Return the images, each turned by a random angle of at most `degrees`; corners are filled by reflection.
+
+    A model has memorised its training images, but not these: they stand in for fresh ones where there are none.
+
+    Args:
+        images: Floats of shape (N, C, H, W).
+        degrees: Largest angle, either way.
+        generator: Source of randomness; None makes one from `seed`.
+        seed: Seed of that generator.
+    """
+    if images.dim() != 4 or not images.is_floating_point():
+        raise InputError(
+            f"Expected float images of shape (N, C, H, W) to turn, but got {images.dtype} {tuple(images.shape)}."
+        )
+    generator = generator or torch.Generator().manual_seed(seed)
+    angle = (torch.rand(len(images), generator=generator) * 2 - 1) * math.radians(degrees)
+    cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    height, width = images.shape[2:]
+    rows = [
+        torch.stack([cosine, -sine * height / width, zero], 1),
+        torch.stack([sine * width / height, cosine, zero], 1),
+    ]
+    grid = F.affine_grid(torch.stack(rows, 1).to(images), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
 
 
 def _permutations(count: int, length: int, generator: torch.Generator) -> Tensor:
