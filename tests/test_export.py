@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from neuralmean import Detector
 from neuralmean.cascade import CascadeScorer
 from neuralmean.errors import InputError, MissingExtraError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
+from neuralmean.graph import DetectorGraph
 from tests.conftest import count_hooks, make_trained
 
 pytestmark = [
@@ -94,20 +96,41 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("_onnx")
-@pytest.mark.parametrize("case", CASES)
-def test_onnxruntime_says_what_the_detector_says(case, tmp_path):
+@functools.cache
+def fit(case):
     model, options = CASES[case]()
-    detector = Detector(model, **options).fit(usual())
+    outliers = usual(seed=4) * 3 if options["scorer"] in ("logistic", "mlp") else None
+    return Detector(model, **options).fit(usual(), outliers)
+
+
+def name_of_input(case):
+    return "image" if case == "convolutions" else "x"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_says_what_the_detector_says(case):
+    detector, x = fit(case), mixture()
+    with torch.no_grad():
+        found = DetectorGraph(detector, (name_of_input(case),), 1).eval()(x)
+    names = ("output", "score", "p_value", "is_ood")
+    assert_same({name: value.numpy() for name, value in zip(names, found, strict=True)}, detector, x)
+    assert count_hooks(detector.model) == 0
+
+
+@pytest.mark.usefixtures("_onnx")
+@pytest.mark.parametrize(
+    "case", ["batch norm, logistic", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)]
+)
+def test_onnxruntime_says_what_the_detector_says(case, tmp_path):
+    detector, name, x = fit(case), name_of_input(case), mixture()
     assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == ("output", "score", "p_value", "is_ood")
-    name = "image" if case == "convolutions" else "x"
-    x = mixture()
     assert_same(run_onnx(tmp_path / "d.onnx", **{name: x}), detector, x)
     for size in (1, 7):  # the batch is dynamic
         assert run_onnx(tmp_path / "d.onnx", **{name: x[:size]})["score"].shape == (size,)
-    assert count_hooks(model) == 0
+    assert count_hooks(detector.model) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_onnx")
 def test_the_graph_holds_the_header_of_the_saved_file(tmp_path):
     import onnx
@@ -123,6 +146,7 @@ def test_the_graph_holds_the_header_of_the_saved_file(tmp_path):
     assert (header["info"]["model"], header["format_version"]) == ("package:make", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_onnx")
 def test_a_cascade_is_in_the_graph_with_all_its_exits(tmp_path):
     model = make_trained()
@@ -136,6 +160,7 @@ def test_a_cascade_is_in_the_graph_with_all_its_exits(tmp_path):
     assert found["is_ood"].tolist() == decision.is_ood.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_onnx")
 def test_every_output_of_the_model_has_a_name(tmp_path):
     class Two(nn.Module):
@@ -155,6 +180,7 @@ def test_every_output_of_the_model_has_a_name(tmp_path):
     np.testing.assert_allclose(found["score"], decision.score.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_onnx")
 def test_keyword_inputs_and_masks_go_along(tmp_path):
     class Words(nn.Module):
@@ -176,6 +202,7 @@ def test_keyword_inputs_and_masks_go_along(tmp_path):
     np.testing.assert_allclose(found["score"], decision.score.numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_onnx")
 def test_openvino_says_what_the_detector_says(tmp_path):
     openvino = pytest.importorskip("openvino")
@@ -188,15 +215,14 @@ def test_openvino_says_what_the_detector_says(tmp_path):
     assert_same(found, detector, x)
 
 
-@pytest.mark.parametrize("scorer", ["average", "logistic"])
-def test_pt2_says_what_the_detector_says(scorer, tmp_path):
-    detector = Detector(make_trained(), scorer=scorer).fit(usual())
+@pytest.mark.parametrize("case", CASES)
+def test_pt2_says_what_the_detector_says(case, tmp_path):
+    detector, x, extra = fit(case), mixture(), {METADATA_KEY: ""}
     names = to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
-    extra = {METADATA_KEY: ""}
     program = torch.export.load(tmp_path / "d.pt2", extra_files=extra)
-    x = mixture()
     found = {name: value.detach().numpy() for name, value in zip(names, program.module()(x), strict=True)}
     assert_same(found, detector, x)
+    assert len(program.module()(x[:1])[1]) == 1
     assert json.loads(extra[METADATA_KEY])["calibration"]["threshold"] == detector.threshold
 
 

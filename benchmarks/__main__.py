@@ -1,0 +1,114 @@
+"""`python -m benchmarks`: every speed benchmark, one table each, everything in one JSON file, and the plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import early_exit, export, fit, peers, plot, recording, subjects
+from benchmarks.timing import table
+
+PARTS = ("recording", "export", "peers", "early-exit", "fit")
+
+
+def main() -> int:
+    """Run what was asked for and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small batches and few images: a minute or two")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", default=None, help=f"of {', '.join(subjects.NAMES)}")
+    parser.add_argument("--batches", nargs="+", type=int, default=None)
+    parser.add_argument("--modes", nargs="+", choices=recording.MODES, default=None)
+    parser.add_argument("--seconds", type=float, default=None, help="about how long to measure each combination")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    quick = options.quick
+    names = tuple(options.models or (("resnet56", "vit") if quick else subjects.NAMES))
+    batches = tuple(options.batches or ((1, 8) if quick else (1, 32, 128)))
+    modes = tuple(options.modes or (recording.MODES[:2] if quick else recording.MODES))
+    seconds = options.seconds or (1.0 if quick else 10.0)
+    results: dict[str, Any] = {"machine": _machine(), "quick": quick}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.only:
+        print(f"\n## {part}\n", flush=True)
+        results[part] = _run(part, names, batches, modes, seconds, quick)
+        (options.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n")
+    if "peers" in results and plot.draw(results["peers"], options.out / "cost.png", batch=batches[0]):
+        print(f"\nplot: {options.out / 'cost.png'}")
+    print(f"\n{_summary(results)}\n\nresults: {options.out / 'speed.json'}")
+    return 0
+
+
+def _run(
+    part: str, names: tuple[str, ...], batches: tuple[int, ...], modes: tuple[str, ...], seconds: float, quick: bool
+) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    residual = next((name for name in ("resnet56", "resnet34") if name in names), "resnet56")
+    try:
+        if part == "recording":
+            return recording.run(names=names, batches=batches, modes=modes, seconds=seconds)
+        if part == "export":
+            return export.run(names=names, batches=batches, seconds=seconds)
+        if part == "peers":
+            sizes = (200, 100) if quick else (2000, 1000)
+            return peers.run(name=residual, batches=batches[:2], n_fit=sizes[0], n_test=sizes[1], seconds=seconds * 3)
+        if part == "early-exit":
+            n, timed = (100, 10) if quick else (1000, 100)
+            return early_exit.run(name=residual, scorers=("logistic",), n=n, n_timed=timed, seconds=seconds * 3)
+        return fit.run(name=residual, sizes=(500, 1000) if quick else (1000, 5000, 20000, 50000))
+    except ImportError as error:  # an extra that is not installed: the other parts still run
+        print(f"{part} was left out: {error}", file=sys.stderr)
+        return []
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "when": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _summary(results: dict[str, Any]) -> str:
+    parts = []
+    for part in ("recording", "export"):
+        key = "recorder" if part == "recording" else "detection"
+        rows = [
+            {
+                **row,
+                "ratio": f"{row[key]['ratio']:.3f}",
+                "spread": f"{row[key]['ratio_low']:.3f}-{row[key]['ratio_high']:.3f}",
+            }
+            | {"naive ratio": f"{row['naive']['ratio']:.3f}" if "naive" in row else None}
+            for row in results.get(part) or []
+        ]
+        if rows:
+            parts.append(table(rows, ["model", "mode", "batch", "ratio", "spread", "naive ratio"]))
+    rows = [
+        {"method": row["method"]}
+        | {key: f"{value['ratio']:.2f}" for key, value in row.items() if key.startswith("batch")}
+        | row.get("auroc", {})
+        for row in results.get("peers") or []
+    ]
+    if rows:
+        parts.append(table(rows, list(max(rows, key=len))))
+    if results.get("fit"):
+        parts.append(
+            table(results["fit"], ["model", "scorer", "images", "seconds", "proportional", "peak_mb", "file_bytes"])
+        )
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

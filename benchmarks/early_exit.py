@@ -1,0 +1,79 @@
+"""Early exit: mean cost of an input, over a plain forward pass, with the ranking and the false alarms that go with it.
+
+Needs NEURALMEAN_DATA and NEURALMEAN_WEIGHTS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import subjects
+from benchmarks.timing import interleave
+from neuralmean import Detector
+from neuralmean.metrics import evaluate
+
+
+def run(*, name: str, scorers: tuple[str, ...], n: int, n_timed: int, seconds: float) -> list[dict[str, Any]]:
+    """Return one row for each scorer and OOD set; `n` images of each kind, costs from `n_timed` of them, one at a time."""
+    trained = subjects.load_trained(name)
+    if trained is None:
+        return []
+    sets = {key: subjects.real_images(trained, key, 2 * n) for key in ("cifar10-train", "cifar10-test", "svhn-train")}
+    if any(found is None for found in sets.values()):
+        return []
+    images = {key: found[0] for key, found in sets.items() if found is not None}
+    held_out, test = images["cifar10-test"][:n], images["cifar10-test"][n:]
+    strange = subjects.real_images(trained, "svhn-test", n)
+    rows = []
+    for scorer in scorers:
+        options: dict[str, Any] = {"held_out": held_out}
+        ood = images["svhn-train"][:n]
+        full = Detector(trained.model, scorer=scorer).fit(images["cifar10-train"], ood, **options)
+        early = Detector(trained.model, scorer=scorer).fit(images["cifar10-train"], ood, early_exit=True, **options)
+        for kind, x in (("ID", test), ("svhn", None if strange is None else strange[0])):
+            if x is not None:
+                rows.append(_measure(name, scorer, kind, (full, early), test, x, n_timed, seconds))
+                print(
+                    {k: v for k, v in rows[-1].items() if k != "cost"} | {"cost": rows[-1]["cost"]["ratio"]}, flush=True
+                )
+    return rows
+
+
+def _measure(
+    name: str,
+    scorer: str,
+    kind: str,
+    detectors: tuple[Detector, Detector],
+    usual: Tensor,
+    x: Tensor,
+    n_timed: int,
+    seconds: float,
+) -> dict[str, Any]:
+    full, early = detectors
+    model = full.model
+    singles = list(x[:n_timed].split(1))
+    with torch.no_grad():
+        timing = interleave(
+            {
+                "plain": lambda: [model(one) for one in singles],
+                "full": lambda: [full(one) for one in singles],
+                "early": lambda: [early(one) for one in singles],
+            },
+            baseline="plain",
+            seconds=seconds,
+            rounds=(3, 20),
+        )
+        answers = [early(one) for one in x.split(1)]
+        usual_scores = torch.cat([early(one)[1].score for one in usual.split(1)])
+    scores = torch.cat([decision.score for _, decision in answers])
+    row: dict[str, Any] = {"model": name, "scorer": scorer, "data": kind, "images": len(x)}
+    row["stopped"] = sum(output is None for output, _ in answers) / len(answers)
+    row["flagged"] = float((scores > early.threshold).float().mean())
+    row["flagged by the full detector"] = float(full.predict(x).is_ood.float().mean())
+    if kind != "ID":
+        row["auroc"] = evaluate(usual_scores.numpy(), scores.numpy()).auroc
+        row["auroc of the full detector"] = evaluate(full.score(usual).numpy(), full.score(x).numpy()).auroc
+    return row | {"cost": timing["early"].to_dict(), "cost of the full detector": timing["full"].to_dict()}

@@ -1,0 +1,89 @@
+"""Time and memory of `fit` by data size, and the size of the saved file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import subjects
+from neuralmean import Detector
+from neuralmean.errors import CalibrationWarning
+
+
+def run(*, name: str, sizes: tuple[int, ...], scorer: str = "average") -> list[dict[str, Any]]:
+    """Return one row for each data size; each is measured in a process of its own, as memory never goes down again."""
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        command = [sys.executable, "-m", "benchmarks.fit", name, str(size), scorer]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows[-1]["proportional"] = rows[-1]["seconds"] / size / (rows[0]["seconds"] / sizes[0])
+        print(
+            f"{name:12s} fit {scorer} on {size:6d} images: {rows[-1]['seconds']:8.2f} s "
+            f"({rows[-1]['proportional']:.2f} of proportional), peak {rows[-1]['peak_mb']:.0f} MB, "
+            f"file {rows[-1]['file_bytes'] / 1e6:.2f} MB",
+            flush=True,
+        )
+    return rows
+
+
+class Stream:
+    """Batches of noise that are never all in memory."""
+
+    def __init__(self, size: int, batch: int = 64) -> None:
+        self.size, self.batch = size, batch
+
+    def __len__(self) -> int:
+        return (self.size + self.batch - 1) // self.batch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for start in range(0, self.size, self.batch):
+            yield subjects.images(min(self.batch, self.size - start), seed=start)
+
+
+def measure(name: str, size: int, scorer: str) -> dict[str, Any]:
+    """Fit once in this process and say what it took."""
+    model = subjects.build(name)
+    detector = Detector(model, scorer=scorer)
+    model(subjects.images(64))
+    start_mb = peak_mb()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CalibrationWarning)
+        begin = time.perf_counter()
+        detector.fit(Stream(size))
+        seconds = time.perf_counter() - begin
+    with tempfile.TemporaryDirectory() as folder:
+        detector.save(Path(folder) / "detector.nmd")
+        file_bytes = (Path(folder) / "detector.nmd").stat().st_size
+    return {
+        "model": name,
+        "scorer": scorer,
+        "images": size,
+        "seconds": seconds,
+        "peak_mb": peak_mb(),
+        "start_mb": start_mb,
+        "file_bytes": file_bytes,
+    }
+
+
+def peak_mb() -> float:
+    """Return the largest resident size of this process so far, in MB."""
+    import resource
+
+    factor = 1e6 if sys.platform == "darwin" else 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / factor
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), sys.argv[3])))

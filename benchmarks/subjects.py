@@ -1,0 +1,53 @@
+"""The models and images that the benchmarks run on: the benchmark's architectures, real weights and images if there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuralmean.bench import models
+
+NAMES = ("resnet34", "densenet100", "resnet56", "vgg19", "vit")
+SHAPE = (3, 32, 32)
+
+
+def build(name: str) -> nn.Module:
+    """Return a model in evaluation mode, with real CIFAR-10 weights where NEURALMEAN_WEIGHTS has them."""
+    trained = load_trained(name)
+    if trained is not None:
+        return trained.model.eval()
+    torch.manual_seed(0)
+    model = models.build(name)
+    with torch.no_grad():
+        model.train()
+        model(images(16))  # running statistics unlike those of a fresh model
+    return model.eval()
+
+
+def load_trained(name: str) -> models.TrainedModel | None:
+    """Return the CIFAR-10 model if its weights are there."""
+    folder = os.environ.get("NEURALMEAN_WEIGHTS")
+    path = Path(folder or ".") / f"{name}-cifar10.safetensors"
+    return models.load(name, path) if folder and path.is_file() else None
+
+
+def images(n: int, *, seed: int = 0) -> Tensor:
+    """Return noise of the shape of CIFAR images: for timing, what is on them does not matter."""
+    return torch.randn(n, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def real_images(trained: models.TrainedModel, name: str, n: int) -> tuple[Tensor, Tensor] | None:
+    """Return the first of a seeded order of the images in NEURALMEAN_DATA, prepared for a model, and their labels."""
+    folder = os.environ.get("NEURALMEAN_DATA")
+    path = Path(folder or ".") / f"{name}.npz"
+    if not folder or not path.is_file():
+        return None
+    with np.load(path) as content:
+        order = np.random.default_rng(0).permutation(len(content["images"]))[:n]
+        chosen, labels = content["images"][order], content["labels"][order]
+    return cast(Tensor, trained.preprocess(chosen)), torch.from_numpy(labels.astype(np.int64))

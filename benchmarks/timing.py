@@ -1,0 +1,79 @@
+"""Honest timing on a machine that others use too: candidates take turns, and only ratios within a turn are compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one candidate and its ratio to the baseline, with quartiles."""
+
+    seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    rounds: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ({self.ratio_low:.3f}-{self.ratio_high:.3f})"
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    baseline: str,
+    seconds: float = 8.0,
+    rounds: tuple[int, int] = (7, 200),
+) -> dict[str, Timing]:
+    """Run the candidates in turns, each turn in another order, and compare each with the baseline of the same turn.
+
+    Args:
+        candidates: What to run, by name.
+        baseline: The name that the ratios refer to.
+        seconds: About how long to go on.
+        rounds: The least and the most turns.
+    """
+    for run in candidates.values():  # caches, lazy initialisation, compilation
+        run()
+        run()
+    names = list(candidates)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    start, turn = time.perf_counter(), 0
+    while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - start < seconds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order if turn % 2 else reversed(order):
+            begin = time.perf_counter()
+            candidates[name]()
+            taken[name].append(time.perf_counter() - begin)
+        turn += 1
+    return {name: _compare(taken[name], taken[baseline]) for name in names}
+
+
+def _compare(mine: list[float], base: list[float]) -> Timing:
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, base, strict=True)], n=4)
+    # The ratio of the medians is steadier than the median of the ratios when turns are interrupted.
+    ratio = statistics.median(mine) / statistics.median(base)
+    return Timing(statistics.median(mine), ratio, min(low, ratio, middle), max(high, ratio, middle), len(mine))
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """Return rows as a Markdown table."""
+    cells = [columns, ["---"] * len(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
