@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import early_exit, export, fit, peers, plot, recording, subjects
+from benchmarks import early_exit, export, fit, peers, plot, recording, subjects, timing
 from benchmarks.timing import table
 
 PARTS = ("recording", "export", "peers", "early-exit", "fit")
@@ -28,14 +28,19 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=None)
     parser.add_argument("--modes", nargs="+", choices=recording.MODES, default=None)
     parser.add_argument("--seconds", type=float, default=None, help="about how long to measure each combination")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count processor time: for a machine that others use too"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    if options.cpu_time:
+        timing.clock = time.process_time
     quick = options.quick
     names = tuple(options.models or (("resnet56", "vit") if quick else subjects.NAMES))
     batches = tuple(options.batches or ((1, 8) if quick else (1, 32, 128)))
     modes = tuple(options.modes or (recording.MODES[:2] if quick else recording.MODES))
     seconds = options.seconds or (1.0 if quick else 10.0)
-    results: dict[str, Any] = {"machine": _machine(), "quick": quick}
+    results: dict[str, Any] = {"machine": _machine(), "quick": quick, "clock": timing.clock.__name__}
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.only:
         print(f"\n## {part}\n", flush=True)

@@ -49,5 +49,6 @@ def real_images(trained: models.TrainedModel, name: str, n: int) -> tuple[Tensor
         return None
     with np.load(path) as content:
         order = np.random.default_rng(0).permutation(len(content["images"]))[:n]
-        chosen, labels = content["images"][order], content["labels"][order]
+        chosen = content["images"][order]
+        labels = content["labels"][order] if "labels" in content else np.zeros(len(order))
     return cast(Tensor, trained.preprocess(chosen)), torch.from_numpy(labels.astype(np.int64))

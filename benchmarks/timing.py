@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+clock: Callable[[], float] = time.perf_counter  # `--cpu-time` puts time.process_time here
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -51,9 +53,9 @@ def interleave(
     while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - start < seconds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order if turn % 2 else reversed(order):
-            begin = time.perf_counter()
+            begin = clock()
             candidates[name]()
-            taken[name].append(time.perf_counter() - begin)
+            taken[name].append(clock() - begin)
         turn += 1
     return {name: _compare(taken[name], taken[baseline]) for name in names}
 
