@@ -187,6 +187,15 @@ class TestOurs:
         with pytest.raises(NotFittedError, match=r"The method 'ours-avg' is not fitted yet. Call `fit` before `score`"):
             score_set(baselines.make("ours-avg"), trained, judged[0], reader_of(trained))
 
+    def test_the_seed_of_the_draw_reaches_a_scorer_that_has_one(self, trained, draw, judged):
+        from dataclasses import replace
+
+        fits = [replace(draw, seed=seed) for seed in (0, 0, 1)]
+        made = lambda: baselines.make("ours-mlp")  # noqa: E731
+        one, same, other = (run_trial(made, trained, fit, judged[:1], reader_of(trained))[0].scores for fit in fits)
+        assert (one == same).all()
+        assert (one != other).any()
+
     def test_logistic_tells_dark_images_from_others(self, trained, draw, judged):
         inside, outside = run_trial(lambda: baselines.make("ours-lr"), trained, draw, judged, reader_of(trained))
         assert inside.scores.max() < outside.scores.min()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, Read, View
@@ -37,6 +36,7 @@ class NeuralMean(Method):
     paper = PAPER
 
     def __init__(self, scorer: str, *, statistic: Statistic = "mean") -> None:
+        self._kind = scorer
         self._scorer: Scorer = make_scorer(scorer)
         self._statistic = statistic
         name, title = _TITLES.get(scorer, (f"ours-{scorer}", f"Ours ({scorer})"))
@@ -66,9 +66,9 @@ class NeuralMean(Method):
         if self._statistic == "both":
             self._scale = Moments.of(self._raw(context.inliers))
         outliers = None if context.outliers is None else self._observe(context.outliers)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(context.seed)
-            fit_scorer(self._scorer, self._observe(context.inliers), outliers)
+        options = {"seed": context.seed} if "seed" in getattr(self._scorer, "options", ()) else None
+        self._scorer = make_scorer(self._kind, options)
+        fit_scorer(self._scorer, self._observe(context.inliers), outliers)
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""

@@ -37,11 +37,12 @@ class Sizes:
 
 # Sized so that everything in one go takes less than an hour on two cores: DenseNet-100 does some 70 images a second.
 SIZES = {
-    "densenet100": Sizes(fit=4000, judge=5000),
+    "densenet100": Sizes(fit=3000, judge=5000),
     "wideresnet28-10": Sizes(fit=2000, judge=2000),
-    "resnet20": Sizes(fit=5000, judge=10_000),
-    "resnet32": Sizes(fit=5000, judge=10_000),
-    "resnet44": Sizes(fit=5000, judge=10_000),
+    "resnet56": Sizes(fit=6000, judge=10_000),
+    "resnet44": Sizes(fit=4000, judge=5000),
+    "resnet32": Sizes(fit=4000, judge=5000),
+    "resnet20": Sizes(fit=4000, judge=5000),
     "convnet4": Sizes(fit=5000, judge=10_000),
 }
 USUAL = Sizes(fit=10_000, judge=10_000)
