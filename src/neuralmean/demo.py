@@ -191,3 +191,12 @@ def _cut_patches(photos: list[np.ndarray], count: int, random: np.random.Generat
         top, left = random.integers(photo.shape[0] - 32), random.integers(photo.shape[1] - 32)
         patches.append(photo[top : top + 32, left : left + 32].reshape(8, 4, 8, 4).mean(axis=(1, 3)))
     return torch.tensor(np.stack(patches), dtype=torch.float32).unsqueeze(1)
+
+
+def write_demo_report(demo: Demo, path: Path) -> Path:
+    """Write the HTML report of the default detector against both kinds of strangers, and return where it is."""
+    from neuralmean.report import write_report
+
+    strangers = {"digits 8 and 9": demo.data.near, "photo patches": demo.data.far}
+    title = "Digits 0 to 7, and what a network that learnt them makes of the rest"
+    return write_report(demo.detector, demo.data.test, strangers, path, title=title, info={"id_name": "known digits"})

@@ -1,0 +1,216 @@
+"""One pass over a set: the score of every image, and of the rest only what the report shows.
+
+Memory stays bounded whatever the size of a set: a score and a p-value per image, the moments of the contributions, a
+random sample of rows for the plots that need vectors, and the images for the gallery.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neuralmean import fitting
+from neuralmean.decision import sum_by_layer
+from neuralmean.detector import Detector
+from neuralmean.discrepancy import vector_layers
+from neuralmean.errors import InputError
+from neuralmean.moments import Moments
+from neuralmean.observer import Rows
+from neuralmean.progress import track
+from neuralmean.report.sources import count_images, named_batches
+from neuralmean.scorers import Observation
+
+GALLERY = 8  # images at each end
+SAMPLE_ROWS = 3200  # 100 batches of 32
+SAMPLE_BYTES = 64 * 2**20
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured:
+    """An image for the gallery."""
+
+    row: int
+    name: str | None
+    score: float
+    p_value: float
+    image: Tensor | None  # (C, H, W) as the model saw it
+    parts: Tensor | None  # (P,) contributions, as `SetResult.parts`
+
+
+@dataclass(frozen=True, eq=False)
+class SetResult:
+    """What one pass over a set showed.
+
+    Attributes:
+        name: What the set is called.
+        scores: Score of each image, shape (N,); higher = more OOD.
+        flagged: Share of images above the threshold, 0 to 1.
+        parts: Moments of the contributions of each layer and term; None where the scorer has none.
+        sample: Rows of up to `SAMPLE_ROWS` random images.
+        sample_parts: Contributions of the same images, shape (S, P).
+        most: The most unusual images, the most unusual first.
+        least: The least unusual images, the least unusual first.
+        unreadable: How many files gave no image.
+    """
+
+    name: str
+    scores: Scores
+    flagged: float
+    parts: Moments | None
+    sample: Rows
+    sample_parts: Tensor | None
+    most: list[Pictured]
+    least: list[Pictured]
+    unreadable: int
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+
+def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None, seed: int = 0) -> SetResult:
+    """Run the model over a set once.
+
+    Args:
+        detector: A calibrated detector.
+        data: See `named_batches`.
+        name: What the set is called.
+        limit: Stop after this many images.
+        seed: Of the random sample.
+
+    Raises:
+        InputError: No image came out of `data`.
+    """
+    detector._watch.check()
+    threshold, calibration = detector.threshold, detector._calibrated()
+    scores: list[Tensor] = []
+    moments: Moments | None = None
+    sample, ends = _Sample(seed), _Ends()
+    batches = named_batches(data, name=name, limit=limit)
+    shown = track(
+        batches, description=f"Reading {name}", total=count_images(data, limit), size=lambda item: len(item[0])
+    )
+    with torch.no_grad():
+        for batch, names in shown:
+            rows = detector._observer.observe(batch, name=name)[1]
+            observation = detector._observation(rows)
+            found = fitting.score_rows(detector.scorer, observation).cpu()
+            parts = contributions(detector, observation)
+            if parts is not None:
+                moments = Moments.of(parts) if moments is None else moments + Moments.of(parts)
+            sample.add(rows, parts)
+            ends.add(found, calibration.p_value(found), names, batch.first, parts)
+            scores.append(found.double())
+    if not scores:
+        raise InputError(f"Expected at least one image that can be read in {name!r}, but there is none.")
+    joined = torch.cat(scores)
+    kept, kept_parts = sample.rows()
+    return SetResult(
+        name=name,
+        scores=joined.numpy(),
+        flagged=float((joined > threshold).double().mean()),
+        parts=moments,
+        sample=kept,
+        sample_parts=kept_parts,
+        most=ends.most(),
+        least=ends.least(),
+        unreadable=int(getattr(data, "n_unreadable", 0)),
+    )
+
+
+def contributions(detector: Detector, observation: Observation) -> Tensor | None:
+    """Return what each layer and then each term adds to the scores, shape (N, L + T); None where nobody can say."""
+    try:
+        by_channel, terms, _ = fitting.contributions_of(detector.scorer, observation)
+    except InputError:
+        return None
+    columns = vector_layers(detector._layers, detector.statistic)
+    by_layer = sum_by_layer(by_channel.detach(), columns, len(detector.layers))
+    return torch.cat([by_layer, *(term.detach().unsqueeze(1).to(by_layer.dtype) for term in terms.values())], dim=1)
+
+
+def part_names(detector: Detector, result: SetResult) -> list[str]:
+    """Name the columns of `SetResult.parts`: the layers, then the scorer's terms."""
+    if result.parts is None:
+        return []
+    _, terms, _ = fitting.contributions_of(detector.scorer, detector._observation(result.sample[:1]))
+    return [*detector.layers, *("rest" if term == "constant" else term for term in terms)]
+
+
+class _Sample:
+    """A uniform random sample of rows from a stream of unknown length (reservoir sampling)."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._kept: list[tuple[Rows, Tensor | None]] = []
+        self._seen = 0
+
+    def add(self, rows: Rows, parts: Tensor | None) -> None:
+        width = sum(
+            part.shape[1] for part in (rows.means, rows.variances, rows.output, rows.feature) if part is not None
+        )
+        capacity = max(64, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * width)))
+        for row in range(len(rows)):
+            place = self._seen if self._seen < capacity else int(self._random.integers(self._seen + 1))
+            self._seen += 1
+            if place < capacity:
+                # A slice alone would keep the memory of its whole batch.
+                one = Rows(*(None if p is None else p[row : row + 1].clone() for p in _columns(rows)))  # type: ignore[arg-type]
+                item = one, None if parts is None else parts[row : row + 1].clone()
+                if place == len(self._kept):
+                    self._kept.append(item)
+                else:
+                    self._kept[place] = item
+
+    def rows(self) -> tuple[Rows, Tensor | None]:
+        parts = [part for _, part in self._kept if part is not None]
+        return Rows.cat([rows for rows, _ in self._kept]), torch.cat(parts) if parts else None
+
+
+def _columns(rows: Rows) -> tuple[Tensor | None, ...]:
+    return rows.means, rows.variances, rows.output, rows.feature
+
+
+class _Ends:
+    """The images with the highest and the lowest scores of a stream."""
+
+    def __init__(self) -> None:
+        self._high: list[tuple[float, int, Pictured]] = []
+        self._low: list[tuple[float, int, Pictured]] = []
+        self._seen = 0
+
+    def add(
+        self, scores: Tensor, p_values: Tensor, names: list[str | None], images: Tensor, parts: Tensor | None
+    ) -> None:
+        for row, score in enumerate(scores.tolist()):
+            for heap, key in ((self._high, score), (self._low, -score)):
+                if len(heap) == GALLERY and key <= heap[0][0]:
+                    continue
+                picture = Pictured(
+                    row=self._seen + row,
+                    name=names[row],
+                    score=score,
+                    p_value=p_values[row].item(),
+                    image=images[row].detach().cpu().clone() if images.dim() == 4 else None,
+                    parts=None if parts is None else parts[row].clone(),
+                )
+                # Rows count down as a tie-break, so that of equal scores the first image stays.
+                item = (key, -picture.row, picture)
+                if len(heap) < GALLERY:
+                    heapq.heappush(heap, item)
+                else:
+                    heapq.heappushpop(heap, item)
+        self._seen += len(scores)
+
+    def most(self) -> list[Pictured]:
+        return [picture for *_, picture in sorted(self._high, key=lambda item: item[:2], reverse=True)]
+
+    def least(self) -> list[Pictured]:
+        return [picture for *_, picture in sorted(self._low, key=lambda item: item[:2], reverse=True)]
