@@ -60,7 +60,7 @@ def test_without_its_worker_the_server_is_not_ready(app):
     async def go():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
             response = await client.get("/v2/health/ready")
-            assert (response.status_code, response.headers["Retry-After"]) == (503, "2")
+            assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
             assert (await client.get("/v2/health/live")).status_code == 200
 
     asyncio.run(go())

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neuralmean.service.passes import Pass
@@ -40,7 +41,10 @@ class Answer:
     shared: Pass
     rows: slice
     explained: slice  # rows of `shared.explanation`
-    batch_rows: int
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return output, score, p-value and decision of the own rows."""
+        return {name: array[self.rows] for name, array in self.shared.arrays.items()}
 
 
 @dataclass
@@ -257,7 +261,7 @@ def _share(jobs: Sequence[Job], shared: Pass) -> list[Answer | BaseException]:
     for job in jobs:
         n_explained = len(job) if job.explain else 0
         rows = slice(row, row + len(job))
-        answers.append(Answer(shared, rows, slice(explained, explained + n_explained), len(shared.decision)))
+        answers.append(Answer(shared, rows, slice(explained, explained + n_explained)))
         row, explained = row + len(job), explained + n_explained
     return answers
 

@@ -74,11 +74,18 @@ class RequestMetrics:
     def __init__(self, registry: Any) -> None:
         from prometheus_client import Counter, Histogram
 
+        self._known: dict[tuple[str, int], tuple[Any, Any]] = {}
         self._requests = Counter("nmd_http_requests", "Requests.", ["route", "status"], registry=registry)
         buckets = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
         self._seconds = Histogram("nmd_http_seconds", "Time to answer.", ["route"], registry=registry, buckets=buckets)
 
     def count(self, route: str, status: int, seconds: float) -> None:
         """Count one request."""
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
+        known = self._known.get((route, status))
+        if known is None:  # looking labels up takes longer than counting
+            known = self._known[route, status] = (
+                self._requests.labels(route, str(status)),
+                self._seconds.labels(route),
+            )
+        known[0].inc()
+        known[1].observe(seconds)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neuralmean.data import to_batch
@@ -25,6 +28,18 @@ class Pass:
     decision: Decision
     vectors: Tensor  # (N, D)
     explanation: Explanation | None  # of the rows asked for
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Output, score, p-value and decision of all rows, made once for all requests that share the pass."""
+        arrays: dict[str, NDArray[Any]] = {
+            "score": self.decision.score.float().numpy(),
+            "p_value": self.decision.p_value.float().numpy(),
+            "is_ood": self.decision.is_ood.numpy(),
+        }
+        if self.output is not None:
+            arrays["output"] = self.output.float().numpy()
+        return arrays
 
 
 def run_pass(detector: Detector, inputs: Tensor, explain: Tensor | None = None) -> Pass:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Refusal(Exception):  # noqa: N818 - not an error of the server: an answer
     """Ends a request with a status and a sentence that says what was wrong and what to do.
@@ -21,4 +23,4 @@ class Refusal(Exception):  # noqa: N818 - not an error of the server: an answer
 
 def busy(sentence: str, seconds: float) -> Refusal:
     """Return the refusal of a server that has too much to do: 503, with when to try again."""
-    return Refusal(503, sentence, {"Retry-After": str(max(1, round(seconds + 0.5)))})
+    return Refusal(503, sentence, {"Retry-After": str(max(1, math.ceil(seconds)))})
