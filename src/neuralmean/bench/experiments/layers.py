@@ -70,8 +70,8 @@ def first_counts(total: int) -> list[int]:
     """Return the numbers of layers to try: every one at first, then ever fewer, always the last.
 
     Example:
-        >>> first_counts(9)
-        [1, 2, 3, 4, 5, 6, 8, 9]
+        >>> first_counts(20)
+        [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20]
     """
     counts, step = [1], 1
     while counts[-1] + step < total:
