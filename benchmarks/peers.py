@@ -84,7 +84,7 @@ def _methods(model: Any, fit_x: Tensor, fit_y: Tensor) -> Iterator[tuple[str, Sc
     made = {
         "Mahalanobis, all stages": peers.MultiMahalanobis([*stages]),
         "Gram": peers.Gram(head, stages, 10),
-        "KNN": peers.KNN(encoder, k=min(50, len(fit_x) // 2)),
+        "KNN": peers.KNN(encoder, k=max(1, len(fit_x) // 40)),
         "ViM": peers.ViM(encoder, d=width // 2, w=linear.weight.detach(), b=linear.bias.detach()),
     }
     for name, peer in made.items():
