@@ -738,6 +738,21 @@ def make_fragile(orders):
     return model.eval()
 
 
+def test_a_cluster_that_cannot_be_reached_is_a_clear_error(saved, folder, tmp_path, monkeypatch):
+    class Unreachable:
+        def is_initialized(self):
+            return False
+
+        def init(self, address, **options):
+            raise ConnectionError(f"no answer from {address}")
+
+    monkeypatch.setattr("neuralmean.distributed.engine.import_extra", lambda name: Unreachable())
+    with pytest.raises(
+        InputError, match="Expected a Ray cluster at 'far:1', but it cannot be reached: no answer from far:1"
+    ):
+        _score(saved, folder, tmp_path / "o.csv", workers=1, address="far:1")
+
+
 class _FakeChunk:
     def __init__(self, number):
         self.number = number

@@ -113,7 +113,8 @@ def _connect(cluster: Cluster, model: nn.Module) -> bool:
             ray.init(address=cluster.address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"Expected a Ray cluster at {cluster.address or 'this machine'!r}, but it cannot be reached: {error}"
+            f"Expected a Ray cluster at {cluster.address or 'this machine'!r}, but it cannot be reached: {error}. If "
+            "it asks for a token, as clusters of Ray 2.59 and later do, RAY_AUTH_MODE=token must be set here too."
         ) from error
     return True
 
