@@ -66,7 +66,7 @@ function draw(id, height, build) {
 }
 
 const short = (value) => (value === null || value === undefined ? "–" : Number(value).toPrecision(3).replace(/\.?0+$/, ""));
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
+const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)}\u00a0%`;
 const count = (value) => value.toLocaleString("en");
 
 function drawDistribution(result) {
@@ -81,10 +81,10 @@ function drawDistribution(result) {
       add("rect", { class: "bar", x: x(edges[i]), y: base - bar, width: Math.max(1, x(edges[i + 1]) - x(edges[i]) - 1), height: bar });
     });
     add("line", { class: "rule", x1: x(setup.threshold), x2: x(setup.threshold), y1: 4, y2: base });
-    const right = x(setup.threshold) > width * 0.75;
+    const right = x(setup.threshold) + 120 > width;
     add("text", { x: x(setup.threshold) + (right ? -5 : 5), y: height - 6, "text-anchor": right ? "end" : "start" }, `threshold ${short(setup.threshold)}`);
     add("line", { class: `mark${result.is_ood ? " bad" : ""}`, x1: x(result.score), x2: x(result.score), y1: 20, y2: base });
-    const anchor = x(result.score) > width * 0.8 ? "end" : x(result.score) < width * 0.2 ? "start" : "middle";
+    const anchor = x(result.score) + 70 > width ? "end" : x(result.score) < 70 ? "start" : "middle";
     add("text", { x: x(result.score), y: 14, "text-anchor": anchor }, `this image ${short(result.score)}`);
   });
   byId("distribution-text").textContent =
@@ -179,7 +179,8 @@ function setText(element, text) { if (element.textContent !== text) element.text
 function odds(log10) {
   if (log10 < 0.3) return "none";
   if (log10 < 4) return `${count(Math.round(10 ** log10))} : 1`;
-  return log10 < 1000 ? `10^${Math.floor(log10)} : 1` : "beyond doubt";
+  const power = String(Math.floor(log10)).replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
+  return log10 < 1000 ? `10${power} : 1` : "beyond doubt";
 }
 
 function showLayers(monitor) {
