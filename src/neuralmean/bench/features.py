@@ -127,8 +127,11 @@ class Store:
             if missing:
                 observer = Observer(trained.model, layers, variance=entry.key["variance"], head=FIND_HEAD)
                 what = f"{trained.name} on {images.name} ({images.split})"
-                for part in track(missing, description=what, unit="parts"):
-                    start, stop = entry.span(part)
+                spans = [(part, *entry.span(part)) for part in missing]
+                total = sum(stop - start for _, start, stop in spans)
+                for part, start, stop in track(
+                    spans, description=what, total=total, size=lambda span: span[2] - span[1]
+                ):
                     begun = time.perf_counter()
                     rows = _observe(observer, trained, images, start, stop)
                     entry.write(part, rows, time.perf_counter() - begun)
