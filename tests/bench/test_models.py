@@ -189,6 +189,20 @@ class TestLoading:
         assert len(counters) == 19
         assert models.load("resnet20", path).num_classes == 10
 
+    def test_leaves_the_random_state_alone(self, weights):
+        path, _ = weights()
+        state = torch.random.get_rng_state()
+        models.load_weights(path)
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+    def test_half_precision_becomes_single(self, tmp_path):
+        state = {key: value.half() for key, value in models.build("resnet20").state_dict().items() if value.dim()}
+        save_file(state, tmp_path / "half.safetensors", METADATA)
+        model = models.load_weights(tmp_path / "half.safetensors").model
+        assert {value.dtype for value in model.parameters()} == {torch.float32}
+        assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
     def test_model_without_class_head_has_no_classes(self, weights):
         path, _ = weights("moco-resnet34", metadata={**METADATA, "architecture": "moco-resnet34"})
         assert models.load_weights(path).num_classes == 0

@@ -171,9 +171,14 @@ def _assemble(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
         )
     head = architecture(name).head
     classes = _count_classes(head, tensors, name, path)
-    model = build(name, num_classes=classes or 2)
+    # Built without memory, then given the file's tensors: no time goes into random weights, and none of torch's state.
+    with torch.device("meta"):
+        model = build(name, num_classes=classes or 2)
     _check_shapes(name, model, tensors, path)
-    model.load_state_dict(dict(tensors), strict=False)
+    expected = model.state_dict()
+    zeros = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in expected.items() if _counter(key)}
+    held = {key: value.to(expected[key].dtype) for key, value in tensors.items()}
+    model.load_state_dict(zeros | held, assign=True)
     for key in ("mean", "std"):
         if key not in metadata:
             raise ArtefactError(
@@ -196,8 +201,7 @@ def _count_classes(head: str | None, tensors: Mapping[str, Tensor], name: str, p
 def _check_shapes(name: str, model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raise unless every parameter and buffer is in the file, in its shape, and nothing else is."""
     expected = {key: value.shape for key, value in model.state_dict().items()}
-    counters = {key for key in expected if key.endswith("num_batches_tracked")}  # of no use at test time
-    missing = sorted(set(expected) - set(tensors) - counters)
+    missing = sorted(key for key in set(expected) - set(tensors) if not _counter(key))
     extra = sorted(set(tensors) - set(expected))
     other = [key for key in sorted(set(tensors) & set(expected)) if tensors[key].shape != expected[key]]
     facts = [
@@ -207,6 +211,11 @@ def _check_shapes(name: str, model: nn.Module, tensors: Mapping[str, Tensor], pa
     ]
     if facts:
         raise ArtefactError(_foreign(name, path, f"of its tensors {'; '.join(facts)}"))
+
+
+def _counter(key: str) -> bool:
+    """Whether this is the number of batches that a batch norm saw: of no use at test time, and often left out."""
+    return key.endswith("num_batches_tracked")
 
 
 def _foreign(name: str, path: Path, fact: str) -> str:

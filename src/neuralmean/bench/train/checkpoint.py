@@ -1,0 +1,112 @@
+"""The state of a training run in one file: written whole or not at all, and only ever read back by the same run.
+
+Safetensors with a header of JSON; no pickle. The optimiser's tensors are kept by parameter number.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from neuralmean.errors import ArtefactError
+
+FORMAT_VERSION = "1"
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file in one step: whoever reads `path` sees the old file or the new one."""
+    # A copy each: safetensors refuses tensors that share memory, and wants them row by row.
+    plain = {
+        key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for key, value in tensors.items()
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        save_file(plain, partial, dict(metadata))
+        with partial.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        partial.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            partial.unlink()
+
+
+def save_checkpoint(
+    path: Path,
+    state: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    run: Mapping[str, Any],
+    at: Mapping[str, Any],
+) -> None:
+    """Write where a run is.
+
+    Args:
+        path: The checkpoint.
+        state: The tensors of the model and what else is learnt.
+        optimizer: Its state is kept too.
+        run: What the run is; only the same run may go on from here.
+        at: How far it is.
+    """
+    tensors = {f"state/{key}": value for key, value in state.items()}
+    for number, values in optimizer.state_dict()["state"].items():
+        tensors |= {
+            f"optimizer/{number}/{key}": torch.as_tensor(value) for key, value in values.items() if value is not None
+        }
+    header = {"format_version": FORMAT_VERSION, "run": json.dumps(run, sort_keys=True), "at": json.dumps(at)}
+    save_tensors(path, tensors, header)
+
+
+def load_checkpoint(
+    path: Path, optimizer: torch.optim.Optimizer, run: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint back, restoring the optimiser.
+
+    Args:
+        path: The checkpoint.
+        optimizer: Gets its state back.
+        run: What the run is.
+
+    Returns:
+        The tensors of the state, and how far the run was.
+    """
+    try:
+        with safe_open(path, framework="pt") as handle:
+            header = dict(handle.metadata() or {})
+            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        held, at = json.loads(header["run"]), json.loads(header["at"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ArtefactError(
+            f"Expected {path.name} to be a checkpoint, but it is damaged ({error}). Remove it to start anew."
+        ) from error
+    same = json.loads(json.dumps(run))
+    if held != same or header.get("format_version") != FORMAT_VERSION:
+        differing = sorted(key for key in {*held, *same} if held.get(key) != same.get(key)) or ["format_version"]
+        raise ArtefactError(
+            f"Expected {path.name} to be a checkpoint of this run, but it is of another one: {', '.join(differing)} "
+            "differ. Go on with the same arguments, pass `resume=False` to start anew, or name another `out`."
+        )
+    optimizer_state: dict[int, dict[str, Tensor]] = {}
+    for key in [key for key in tensors if key.startswith("optimizer/")]:
+        _, number, name = key.split("/", 2)
+        optimizer_state.setdefault(int(number), {})[name] = tensors.pop(key)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
+    return {key.removeprefix("state/"): value for key, value in tensors.items()}, at
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint and what a run that was killed while writing it left behind."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)

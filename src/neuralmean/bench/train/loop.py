@@ -1,0 +1,232 @@
+"""The one training loop: steps, schedule, checkpoints. What is learnt, and from which loss, is the task's business.
+
+Nothing here draws from a random state that lives on from step to step: the order of an epoch depends on the seed and the
+epoch, a step's augmentation and dropout on the seed and the step. A run that was killed therefore goes on to the very
+numbers that it would have reached undisturbed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.bench.train.checkpoint import load_checkpoint, save_checkpoint
+from neuralmean.bench.train.recipes import Recipe
+from neuralmean.errors import InputError
+
+Precision = Literal["float32", "bfloat16"]
+REPORT_EVERY = 10  # steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is; `loss` is the mean since the last report."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    loss: float
+    learning_rate: float
+    seconds: float
+
+
+class Task(Protocol):
+    """What is trained."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what the optimiser changes."""
+
+    def loss(self, images: Tensor, labels: Tensor | None, generator: torch.Generator) -> Tensor:
+        """Loss of one batch of images in [0, 1], shape (N, 3, 32, 32)."""
+
+    def after_step(self) -> None:
+        """Do what follows a step of the optimiser."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that is learnt or kept from step to step, by name."""
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and how a run goes on, besides what it computes."""
+
+    checkpoint: Path
+    identity: dict[str, Any]  # what the run is; a checkpoint of another is refused
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    precision: Precision = "float32"
+    resume: bool = True
+    checkpoint_seconds: float = 60.0
+    progress: Callable[[Progress], None] | None = None
+
+
+def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setting: Setting) -> float:
+    """Train, from the checkpoint on if there is one, and return the seconds that all of it took.
+
+    Args:
+        task: What is trained.
+        images: uint8, shape (N, 3, 32, 32), on the device.
+        labels: Shape (N,), where the task wants any.
+        recipe: How.
+        setting: Where, and what to do besides.
+    """
+    if len(images) < recipe.batch_size:
+        raise InputError(
+            f"Expected at least {recipe.batch_size} images, one batch, but got {len(images)}. "
+            "Pass a recipe with a smaller `batch_size`."
+        )
+    per_epoch = len(images) // recipe.batch_size
+    steps = recipe.epochs * per_epoch
+    optimizer = make_optimizer(task.parameters(), recipe)
+    start, before = 0, 0.0
+    if setting.resume and setting.checkpoint.exists():
+        state, at = load_checkpoint(setting.checkpoint, optimizer, setting.identity)
+        task.load_state(state)
+        start, before = int(at["step"]), float(at["seconds"])
+    clock = _Clock(before)
+
+    def keep(step: int) -> None:
+        at = {"step": step, "seconds": clock.seconds()}
+        save_checkpoint(setting.checkpoint, task.state(), optimizer, setting.identity, at)
+        clock.saved()
+
+    step = done = start
+    order, losses = torch.empty(0), []
+    try:
+        for step in range(start, steps):
+            epoch, place = divmod(step, per_epoch)
+            if place == 0 or step == start:
+                order = torch.randperm(len(images), generator=_generator(setting.seed, epoch, stream=0))
+            rows = order[place * recipe.batch_size : (place + 1) * recipe.batch_size].to(images.device)
+            rate = set_learning_rate(optimizer, recipe, step, steps)
+            loss = _step(task, images[rows], None if labels is None else labels[rows], optimizer, recipe, setting, step)
+            done = step + 1
+            losses.append(loss)
+            if done % REPORT_EVERY == 0 or done == steps:
+                mean = _finite_mean(losses, done)
+                losses.clear()
+                if setting.progress is not None:
+                    setting.progress(Progress(done, steps, epoch + 1, recipe.epochs, mean, rate, clock.seconds()))
+            if done < steps and clock.since_saved() >= setting.checkpoint_seconds:
+                keep(done)
+    except KeyboardInterrupt:
+        # Between two steps nothing is lost; within one, the checkpoint before it stands.
+        if done == step + 1:
+            keep(done)
+        raise
+    keep(done)
+    return clock.seconds()
+
+
+def _step(
+    task: Task,
+    images: Tensor,
+    labels: Tensor | None,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    setting: Setting,
+    step: int,
+) -> Tensor:
+    """One step of the optimiser; return the loss before it."""
+    device = setting.device
+    generator = _generator(setting.seed, step, stream=1)
+    autocast = torch.autocast(device.type, torch.bfloat16) if setting.precision == "bfloat16" else nullcontext()
+    # Dropout draws from the global state: set it for the step, and give the caller's back.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(_seed(setting.seed, step, stream=2))
+        with autocast:
+            loss = task.loss(images.float() / 255, labels, generator)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+    if recipe.max_norm:
+        nn.utils.clip_grad_norm_(task.parameters(), recipe.max_norm)
+    optimizer.step()
+    task.after_step()
+    return loss.detach()
+
+
+def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """Build the recipe's optimiser; biases, norms and embeddings do not decay."""
+    decayed = [parameter for parameter in parameters if parameter.ndim in (2, 4)]
+    others = [parameter for parameter in parameters if parameter.ndim not in (2, 4)]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.learning_rate)
+    nesterov = recipe.nesterov and recipe.momentum > 0
+    return torch.optim.SGD(groups, lr=recipe.learning_rate, momentum=recipe.momentum, nesterov=nesterov)
+
+
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    r"""Rate of one step: linear warm-up to the highest, then half a cosine to zero.
+
+    Example:
+        >>> recipe = Recipe(epochs=1, learning_rate=1.0, warmup=0.5)
+        >>> [round(learning_rate(recipe, step, 8), 3) for step in range(8)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    warm = round(recipe.warmup * steps)
+    if step < warm:
+        return recipe.learning_rate * (step + 1) / warm
+    return recipe.learning_rate * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, steps: int) -> float:
+    """Set the rate of one step, and return it."""
+    rate = learning_rate(recipe, step, steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _finite_mean(losses: list[Tensor], step: int) -> float:
+    mean = float(torch.stack(losses).mean())
+    if not math.isfinite(mean):
+        raise InputError(
+            f"Expected the loss to be finite, but got {mean!r} at step {step}. Training ran away: pass a recipe with a "
+            "lower `learning_rate` or a `max_norm`."
+        )
+    return mean
+
+
+def _seed(seed: int, number: int, *, stream: int) -> int:
+    """One seed per (run, number, stream), far apart from its neighbours (multipliers of SplitMix64)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) & (2**64 - 1)
+    mixed ^= mixed >> 31
+    return mixed * 0xD6E8FEB86659FD93 & (2**63 - 1)
+
+
+def _generator(seed: int, number: int, *, stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed(_seed(seed, number, stream=stream))
+
+
+class _Clock:
+    """Seconds of a run, those before an interruption included."""
+
+    def __init__(self, before: float) -> None:
+        self._before = before
+        self._start = self._saved = time.monotonic()
+
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._start
+
+    def saved(self) -> None:
+        self._saved = time.monotonic()
+
+    def since_saved(self) -> float:
+        return time.monotonic() - self._saved
