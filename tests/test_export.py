@@ -226,6 +226,27 @@ def test_pt2_says_what_the_detector_says(case, tmp_path):
     assert json.loads(extra[METADATA_KEY])["calibration"]["threshold"] == detector.threshold
 
 
+def test_a_model_that_takes_the_length_of_its_input_keeps_a_dynamic_batch(tmp_path):
+    class Counts(Convolutions):
+        def forward(self, image):
+            return super().forward(image) + torch.zeros(len(image), 3)
+
+    detector = Detector(Counts().eval(), scorer="average").fit(usual())
+    to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
+    score = torch.export.load(tmp_path / "d.pt2").module()(mixture())[1]
+    torch.testing.assert_close(score, detector.score(mixture()))
+
+
+def test_a_model_that_cannot_be_traced_is_said_to_be_so(tmp_path):
+    class Branches(Convolutions):
+        def forward(self, image):
+            return super().forward(image) * (1 if float(image.sum()) > 0 else 2)
+
+    detector = Detector(Branches().eval(), scorer="average").fit(usual())
+    with pytest.raises(InputError, match="that torch.export can trace with a dynamic batch, but it cannot"):
+        to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE)
+
+
 def test_the_model_and_its_mode_are_left_alone(tmp_path):
     model = make_trained()
     detector = Detector(model, scorer="average").fit(usual())

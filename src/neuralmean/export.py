@@ -100,8 +100,22 @@ def _trace(
     with torch.no_grad(), evaluating(graph, graph.modules()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
         output = graph(*values)[0]
-        program = torch.export.export(graph, values, dynamic_shapes={"inputs": shapes}, strict=False)
+        program = _export(graph, values, shapes)
     return program, list(names), [*_output_names(output), *VERDICTS]
+
+
+def _export(graph: DetectorGraph, values: tuple[Tensor, ...], shapes: tuple[Any, ...]) -> ExportedProgram:
+    """Trace the graph; the strict way follows `len(x)` in a model, which the other takes for a constant."""
+    reason = ""
+    for strict in (False, True):
+        try:
+            return torch.export.export(graph, values, dynamic_shapes={"inputs": shapes}, strict=strict)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+    raise InputError(
+        f"Expected a model and scorer that torch.export can trace with a dynamic batch, but it cannot ({reason}). "
+        "Look for Python numbers made of tensors: use `x.shape[0]`, and no branch on values."
+    )
 
 
 def _example(detector: Detector, example_input: Any, input_shape: Sequence[int] | None) -> Batch:
