@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,13 +48,12 @@ def run(*, name: str, batches: tuple[int, ...], n_fit: int, n_test: int, seconds
     known = None if trained is None else subjects.real_images(trained, "cifar10-train", n_fit)
     fit_x, fit_y = known if known is not None else (subjects.images(n_fit), torch.arange(n_fit) % 10)
     methods = dict(_methods(model, fit_x, fit_y))
-    rows = [{"method": method, "model": name} for method in methods]
+    rows: list[dict[str, Any]] = [{"method": method, "model": name} for method in methods]
     for size in batches:
         x = subjects.images(size, seed=5)
         with torch.no_grad():
-            plain = {"plain": lambda x=x: model(x)}
-            calls = {method: (lambda score=score, x=x: score(x)) for method, score in methods.items()}
-            timings = interleave(plain | calls, baseline="plain", seconds=seconds)
+            calls = {method: partial(score, x) for method, score in {"plain": model, **methods}.items()}
+            timings = interleave(calls, baseline="plain", seconds=seconds)
         for row in rows:
             row[f"batch {size}"] = timings[str(row["method"])].to_dict()
     if trained is not None and known is not None:

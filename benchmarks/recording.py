@@ -35,10 +35,10 @@ def run(
 def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
     model, x = subjects.build(name), subjects.images(size)
     if mode == "channels-last":
-        model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         x = x.contiguous(memory_format=torch.channels_last)
     layers = select_layers(model)
-    runner = torch.compile(model) if mode == "compile" else model
+    runner: Any = torch.compile(model) if mode == "compile" else model
     recorder = Recorder(runner, layers)
     candidates: dict[str, Callable[[], object]] = {
         "plain": lambda: runner(x),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -51,4 +50,4 @@ def real_images(trained: models.TrainedModel, name: str, n: int) -> tuple[Tensor
         order = np.random.default_rng(0).permutation(len(content["images"]))[:n]
         chosen = content["images"][order]
         labels = content["labels"][order] if "labels" in content else np.zeros(len(order))
-    return cast(Tensor, trained.preprocess(chosen)), torch.from_numpy(labels.astype(np.int64))
+    return trained.preprocess(chosen), torch.from_numpy(labels.astype(np.int64))
