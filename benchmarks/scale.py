@@ -108,7 +108,8 @@ def _nodes(count: int) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
     ]
     head = [ray, "start", "--head", f"--port={port}", "--include-dashboard=false", *common]
     address = f"127.0.0.1:{port}"
-    # Ray asks for a token; this cluster, and this process, get one of their own.
+    # Ray asks for a token; this cluster, and this process, get one of their own. Ray reads it when it is imported.
+    before = dict(os.environ)
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
@@ -123,6 +124,8 @@ def _nodes(count: int) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
     finally:
         for node in reversed(nodes):
             end_node(node)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _wait_for_nodes(ray: str, address: str, count: int) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -32,8 +31,9 @@ import sys
 from neuralmean import distributed
 from tests.conftest import make_trained
 from tests.faults import actors
-artefact, folder, out = sys.argv[1:]
-distributed.score(artefact, folder, out=out, model=make_trained, preprocessing=actors.HOW, workers=1, chunk_size=8)
+artefact, folder, out, workers, *address = sys.argv[1:]
+where = {"workers": int(workers), "address": address[0] if address else None}
+distributed.score(artefact, folder, out=out, model=make_trained, preprocessing=actors.HOW, chunk_size=8, **where)
 """
 
 
@@ -47,6 +47,12 @@ def job(tmp_path):
     actors.fit_and_save(str(artefact), 1)
     actors.score(str(artefact), str(folder), str(whole))
     return artefact, folder, whole
+
+
+def _drive(*arguments):
+    """A driver in a process of its own."""
+    command = [sys.executable, "-c", DRIVER, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def _lines(path):
@@ -63,8 +69,7 @@ def _wait_until(condition, seconds=120):
 def test_a_driver_that_is_killed_leaves_no_process_and_the_next_one_goes_on(job, tmp_path):
     artefact, folder, whole = job
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    command = [sys.executable, "-c", DRIVER, str(artefact), str(folder), str(out)]
-    driver = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    driver = _drive(artefact, folder, out, 1)
     _wait_until(lambda: _lines(partial) > 10)
     below = scale.descendants(driver.pid)
     driver.kill()
@@ -81,21 +86,11 @@ def test_a_driver_that_is_killed_leaves_no_process_and_the_next_one_goes_on(job,
 def test_a_node_that_is_lost_costs_nothing_but_time(job, tmp_path):
     artefact, folder, whole = job
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    import ray
-
     with scale._nodes(2) as (address, nodes):
-        killer = threading.Thread(
-            target=lambda: (_wait_until(lambda: _lines(partial) > 5), scale.end_node(nodes[1], signal.SIGKILL))
-        )
-        killer.start()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        try:
-            outcome = distributed.score(
-                artefact, folder, out=out, model=make_trained, preprocessing=actors.HOW, workers=2, chunk_size=8
-            )
-        finally:
-            ray.shutdown()
-            killer.join()
-    assert outcome.n_images == 600
+        driver = _drive(artefact, folder, out, 2, address)
+        _wait_until(lambda: _lines(partial) > 2)
+        scale.end_node(nodes[1], signal.SIGKILL)
+        assert not out.exists()  # there was work left when the node went
+        assert driver.wait() == 0
     assert len({json.loads(line)["path"] for line in out.read_text().splitlines()}) == 600
     assert out.read_bytes() == whole.read_bytes()
