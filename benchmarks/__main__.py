@@ -107,7 +107,7 @@ def _summary(results: dict[str, Any]) -> str:
         for row in results.get("peers") or []
     ]
     if rows:
-        parts.append(table(rows, list(max(rows, key=len))))
+        parts.append(table(rows, list(max(rows, key=lambda row: len(row)))))
     if results.get("fit"):
         parts.append(
             table(results["fit"], ["model", "scorer", "images", "seconds", "proportional", "peak_mb", "file_bytes"])

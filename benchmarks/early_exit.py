@@ -54,7 +54,7 @@ def _measure(
 ) -> dict[str, Any]:
     full, early = detectors
     model = full.model
-    singles = list(x[:n_timed].split(1))
+    singles = list(torch.split(x[:n_timed], 1))
     with torch.no_grad():
         timing = interleave(
             {
@@ -66,8 +66,8 @@ def _measure(
             seconds=seconds,
             rounds=(3, 20),
         )
-        answers = [early(one) for one in x.split(1)]
-        usual_scores = torch.cat([early(one)[1].score for one in usual.split(1)])
+        answers = [early(one) for one in torch.split(x, 1)]
+        usual_scores = torch.cat([early(one)[1].score for one in torch.split(usual, 1)])
     scores = torch.cat([decision.score for _, decision in answers])
     row: dict[str, Any] = {"model": name, "scorer": scorer, "data": kind, "images": len(x)}
     row["stopped"] = sum(output is None for output, _ in answers) / len(answers)

@@ -69,7 +69,7 @@ def _methods(model: Any, fit_x: Tensor, fit_y: Tensor) -> Iterator[tuple[str, Sc
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CalibrationWarning)
             detector = Detector(model, scorer=scorer).fit(fit_x)
-        yield f"neuralmean {scorer}", lambda x, detector=detector: detector(x)[1].score
+        yield f"neuralmean {scorer}", partial(_answer, detector)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from pytorch_ood import detector as peers
@@ -92,6 +92,10 @@ def _methods(model: Any, fit_x: Tensor, fit_y: Tensor) -> Iterator[tuple[str, Sc
             warnings.simplefilter("ignore")
             peer.fit(loader)
         yield name, peer.predict
+
+
+def _answer(detector: Detector, x: Tensor) -> Tensor:
+    return detector(x)[1].score
 
 
 def _with_gradients(score: Score) -> Score:
@@ -119,4 +123,4 @@ def _add_auroc(rows: list[dict[str, Any]], methods: dict[str, Score], trained: A
 
 def _score_all(score: Score, x: Tensor) -> Tensor:
     with torch.no_grad():
-        return torch.cat([score(part).detach().flatten() for part in x.split(100)])
+        return torch.cat([score(part).detach().flatten() for part in torch.split(x, 100)])
