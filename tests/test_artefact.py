@@ -34,7 +34,7 @@ def rewrite(path, change):
 
 
 def test_a_file_is_written_and_read_back(tmp_path):
-    artefact = Artefact({"a": [1, "b"]}, {"t": torch.arange(3.0), "empty": torch.zeros(0)})
+    artefact = Artefact({"a": [1, "b"]}, {"t": torch.arange(3.0), "empty": torch.zeros(0), "wide": torch.zeros(0, 5)})
     artefact.write(tmp_path / "a.nmd")
     again = Artefact.read(tmp_path / "a.nmd")
     assert again.header["a"] == [1, "b"]

@@ -48,7 +48,9 @@ def test_the_number_needed_is_exact(rate, needed):
     assert examples_needed(rate) == needed
     Calibration.of(torch.randn(needed), rate)
     if needed > 1:
-        message = f"Expected at least {needed} held-out examples for a false-alarm rate of {rate:g}, but got {needed - 1}."
+        message = (
+            f"Expected at least {needed} held-out examples for a false-alarm rate of {rate:g}, but got {needed - 1}."
+        )
         with pytest.raises(CalibrationError, match=re.escape(message)):
             Calibration.of(torch.randn(needed - 1), rate)
 

@@ -36,7 +36,21 @@ class Stream(IterableDataset):
         [{"x": X}],
         (batch for batch in [X]),
     ],
-    ids=["tensor", "array", "float64", "pair", "dict", "dataset", "dataset1", "stream", "loader", "list", "pairs", "dicts", "generator"],
+    ids=[
+        "tensor",
+        "array",
+        "float64",
+        "pair",
+        "dict",
+        "dataset",
+        "dataset1",
+        "stream",
+        "loader",
+        "list",
+        "pairs",
+        "dicts",
+        "generator",
+    ],
 )
 def test_every_kind_of_data_gives_the_same_rows(data):
     batches = list(to_batches(data, batch_size=2))
@@ -59,7 +73,9 @@ def test_batches_are_counted_where_that_is_possible():
     assert count_batches(Stream()) is None
 
 
-@pytest.mark.parametrize("empty", [X[:0], [], np.zeros((0, 3)), TensorDataset(X[:0])], ids=["tensor", "list", "array", "dataset"])
+@pytest.mark.parametrize(
+    "empty", [X[:0], [], np.zeros((0, 3)), TensorDataset(X[:0])], ids=["tensor", "list", "array", "dataset"]
+)
 def test_empty_data_is_an_error(empty):
     with pytest.raises(InputError, match="Expected `id_data` to hold at least one example, but it is empty"):
         list(to_batches(empty, name="id_data"))
@@ -77,7 +93,9 @@ def test_a_path_points_to_the_image_reader():
 
 
 def test_a_batch_of_another_kind_is_an_error():
-    with pytest.raises(InputError, match=re.escape("Expected a batch to be x, (x, y) or a dict of inputs, but got str 'a'")):
+    with pytest.raises(
+        InputError, match=re.escape("Expected a batch to be x, (x, y) or a dict of inputs, but got str 'a'")
+    ):
         to_batch("a")
 
 

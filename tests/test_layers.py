@@ -18,7 +18,9 @@ def test_batch_norms_are_chosen_where_there_are_any():
     assert all(layer.reads_input for layer in select_layers(TinyNet()))
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm], ids=lambda n: n.__name__)
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm], ids=lambda n: n.__name__
+)
 def test_every_kind_of_batch_norm_is_found(norm):
     assert select_layers(nn.Sequential(nn.Linear(2, 2), norm(5))) == (Layer("1", "batchnorm", 5),)
 

@@ -39,7 +39,11 @@ def test_the_numbers_by_hand():
 
 def test_nothing_is_neutral():
     some = Moments.of(torch.tensor([[1.0], [2.0]]))
-    for total in (some + Moments.empty(1), Moments.empty(1) + some, Moments.empty(1) + Moments.of(torch.zeros(0, 1)) + some):
+    for total in (
+        some + Moments.empty(1),
+        Moments.empty(1) + some,
+        Moments.empty(1) + Moments.of(torch.zeros(0, 1)) + some,
+    ):
         assert (total.count, total.mean.item(), total.m2.item()) == (2, 1.5, 0.5)
 
 

@@ -269,7 +269,9 @@ def test_wrapped_models_give_the_same_numbers(model, images):
 
 
 def test_a_bfloat16_model_is_recorded_in_float32():
-    model = nn.Sequential(nn.BatchNorm2d(1)).bfloat16().eval()  # no matrix product: its bf16 kernels crash on some machines
+    model = (
+        nn.Sequential(nn.BatchNorm2d(1)).bfloat16().eval()
+    )  # no matrix product: its bf16 kernels crash on some machines
     image = torch.full((1, 1, 64, 64), 1.0, dtype=torch.bfloat16)
     image[0, 0, 0, 0] = 100.0
     recording = record(model, image)
@@ -286,7 +288,10 @@ def test_the_head_is_found_and_gives_feature_and_logits(model, images):
 
 
 def test_a_model_without_a_linear_end_has_no_head(images):
-    assert find_head(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Softmax(1)), to_batch(images)) is None
+    assert (
+        find_head(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Softmax(1)), to_batch(images))
+        is None
+    )
     assert find_head(nn.Conv2d(3, 2, 3), to_batch(images)) is None
 
 

@@ -12,7 +12,9 @@ from tests.conftest import TinyNet
 def _reference_mean_and_std(model, layer, images):
     """All activations of a channel in one heap: the paper's Eq. 4 and the appendix on NVD."""
     kept = []
-    handle = model.get_submodule(layer).register_forward_pre_hook(lambda module, args: kept.append(args[0].detach().double()))
+    handle = model.get_submodule(layer).register_forward_pre_hook(
+        lambda module, args: kept.append(args[0].detach().double())
+    )
     model(images)
     handle.remove()
     heap = kept[0].transpose(0, 1).flatten(1)

@@ -13,6 +13,7 @@ from neuralmean.detector import Detector
 from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
 from neuralmean.layers import Layer, select_layers
 from neuralmean.moments import Moments
+from neuralmean.monitor import Monitor
 from neuralmean.reference import Reference
 from neuralmean.synthesis import permute_blocks
 from neuralmean.version import __version__
@@ -24,6 +25,7 @@ __all__ = [
     "Explanation",
     "Layer",
     "Moments",
+    "Monitor",
     "NeuralMeanError",
     "NeuralMeanWarning",
     "Reference",

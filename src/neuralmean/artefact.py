@@ -83,7 +83,8 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        if tensor.numel():
+            digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 

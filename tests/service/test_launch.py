@@ -40,7 +40,7 @@ def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
 def test_a_file_that_does_not_name_its_model_needs_one(detector, tmp_path):
     detector.save(tmp_path / "bare.nmd")
     with pytest.raises(
-        InputError, match=r"Expected .* to say which model it belongs to, but it does not. Pass `model`"
+        InputError, match=r"Expected .* to say which model it belongs to, but it does not. Pass the model"
     ):
         load_served(tmp_path / "bare.nmd")
     assert load_served(tmp_path / "bare.nmd", model=SPEC).preprocessing is None

@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS = ("demo", "inspect", "fit", "score", "explain", "export", "serve", "bench")
+_COMMANDS = ("demo", "inspect", "fit", "score", "explain", "report", "export", "serve", "bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuralmean.artefact import Artefact
 from neuralmean.detector import Detector
 from neuralmean.errors import InputError
+from neuralmean.opening import open_saved
 from neuralmean.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -47,16 +47,8 @@ def load_served(
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
     """
-    from neuralmean.modelspec import resolve
-
-    info = Artefact.read(path).header.get("info", {})
-    spec = model or info.get("model")
-    if not isinstance(spec, str):
-        raise InputError(f"Expected {str(path)!r} to say which model it belongs to, but it does not. Pass `model`.")
-    resolved = resolve(spec, weights=weights or info.get("weights"), trusted=model is not None)
-    raw = info.get("preprocessing")
-    preprocessing = Preprocessing.from_json(raw) if raw is not None else resolved.preprocessing
-    return Served(Detector.load(path, resolved.model), preprocessing, name or path.stem)
+    opened = open_saved(path, model=model, weights=weights)
+    return Served(opened.detector, opened.preprocessing, name or path.stem)
 
 
 def run_server(app: FastAPI, *, host: str, port: int) -> None:
