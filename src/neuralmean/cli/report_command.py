@@ -60,6 +60,6 @@ def report(
     info["id_name"] = Path(id_data[0]).stem if len(id_data) == 1 else "ID"
     with options.progress(quiet):
         outside = {name: images([path]) for name, path in named.items()}
-        write_report(opened.detector, images(id_data), outside, out, title=title, info=info)
+        write_report(opened.detector, images(id_data), outside, out, title=title, info=info, limit=limit)
     if not quiet:
         typer.echo(f"The report: {out} ({out.stat().st_size / 1e6:.2f} MB)", err=True)

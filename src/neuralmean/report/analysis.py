@@ -86,7 +86,7 @@ def histogram(sets: list[Scores], threshold: float) -> Histogram:
     low = min(float(np.quantile(scores, 0.002)) for scores in sets)
     high = max(float(np.quantile(scores, 0.99)) for scores in sets)
     middle = float(np.median(sets[0]))
-    reach = max(threshold - middle, float(sets[0].std()), 1e-9 * max(1.0, abs(threshold)))
+    reach = max(abs(threshold - middle), float(sets[0].std()), 1e-9 * max(1.0, abs(threshold)))
     low, high = (
         max(min(low, threshold - reach), middle - 6 * reach),
         min(max(high, threshold + reach), middle + 12 * reach),

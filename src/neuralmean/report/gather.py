@@ -128,7 +128,8 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
 def contributions(detector: Detector, observation: Observation) -> Tensor | None:
     """Return what each layer and then each term adds to the scores, shape (N, L + T); None where nobody can say."""
     try:
-        by_channel, terms, _ = fitting.contributions_of(detector.scorer, observation)
+        with torch.enable_grad():  # scorers without `contributions` are explained by their gradient
+            by_channel, terms, _ = fitting.contributions_of(detector.scorer, observation)
     except InputError:
         return None
     columns = vector_layers(detector._layers, detector.statistic)

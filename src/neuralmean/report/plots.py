@@ -223,7 +223,7 @@ def draw_layers(names: Sequence[str], sets: Mapping[str, Scores], spread: Scores
         points = [(x, y(float(value))) for x, value in zip(places, values, strict=True)]
         canvas.path(points, f"curve {series(index)}")
         for (x, place), layer, value in zip(points, names, values, strict=True):
-            words = f"{layer}: {signed(float(value))} for {name}, compared with ID"
+            words = f"{layer}: {signed(float(value))} for {name}, compared with ID" if width == WIDE else ""
             canvas.marker(x, place, index - 1, f"mark {series(index)}", size=_dot(len(names), width), title=words)
     names_axis(canvas, box, places, names)
     text = "; ".join(f"{name}: most from {names[int(np.argmax(values))]}" for name, values in sets.items())
@@ -252,7 +252,7 @@ def draw_depth(names: Sequence[str], sets: Mapping[str, Scores], *, width: int) 
         points = [(x, y(float(value))) for x, value in zip(places, values, strict=True)]
         canvas.path(points, f"curve {series(index)}")
         for (x, place), layer, value in zip(points, names, values, strict=True):
-            words = f"{name}: AUROC {value:.1f} % with the layers up to {layer}"
+            words = f"{name}: AUROC {value:.1f} % with the layers up to {layer}" if width == WIDE else ""
             canvas.marker(x, place, index - 1, f"mark {series(index)}", size=_dot(len(names), width), title=words)
     names_axis(canvas, box, places, names)
     return canvas.render(plot="depth", description="AUROC with the first layers only", kind=_fit(width))
@@ -286,11 +286,10 @@ def draw_profile(values: Scores, names: Sequence[str], kind: str) -> str:
     canvas = Canvas(96, 30)
     step = 96 / len(values)
     middle, reach = 20.0, 20.0
-    for index, value in enumerate(values.tolist()):
-        tall = max(-8.0, min(reach, value / 5 * reach))
-        canvas.rect(
-            index * step, middle - max(tall, 0), max(step * 0.8, 0.6), abs(tall), "up" if value >= 0 else "down"
-        )
+    wide = max(step * 0.8, 0.6)
+    heights = [max(-8.0, min(reach, value / 5 * reach)) for value in values.tolist()]
+    canvas.bars([(i * step, middle - tall, wide, tall) for i, tall in enumerate(heights) if tall > 0], "up")
+    canvas.bars([(i * step, middle, wide, -tall) for i, tall in enumerate(heights) if tall < 0], "down")
     canvas.line(0, middle, 96, middle, "axis")
     place = int(np.argmax(values))
     words = f"Layer profile; most unusual: {names[place]}, {label(round(float(values[place]), 1))} standard deviations above ID"

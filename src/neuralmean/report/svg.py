@@ -66,7 +66,7 @@ def shorten(text: str, length: int) -> str:
 
     Example:
         >>> shorten("features.denseblock1.norm", 15)
-        'features…1.norm'
+        'feature…k1.norm'
     """
     if len(text) <= length:
         return text
@@ -100,6 +100,12 @@ class Canvas:
         if points:
             steps = "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
             self._add("path", f'd="M{steps}{"Z" if closed else ""}"', kind, title)
+
+    def bars(self, bars: Sequence[tuple[float, float, float, float]], kind: str) -> None:
+        """Draw many rectangles, each x, y, width and height, as one shape: small, where there are thousands."""
+        if bars:
+            steps = "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in bars)
+            self._add("path", f'd="{steps}"', kind, "")
 
     def marker(self, x: float, y: float, shape: int, kind: str, *, size: float = 4, title: str = "") -> None:
         """Draw a mark: a dot, a square, a diamond, a triangle and so on, by number."""
