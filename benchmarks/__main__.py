@@ -100,14 +100,14 @@ def _summary(results: dict[str, Any]) -> str:
         ]
         if rows:
             parts.append(table(rows, ["model", "mode", "batch", "ratio", "spread", "naive ratio"]))
-    rows = [
+    methods: list[dict[str, Any]] = [
         {"method": row["method"]}
         | {key: f"{value['ratio']:.2f}" for key, value in row.items() if key.startswith("batch")}
         | row.get("auroc", {})
         for row in results.get("peers") or []
     ]
-    if rows:
-        parts.append(table(rows, list(max(rows, key=lambda row: len(row)))))
+    if methods:
+        parts.append(table(methods, list(max(methods, key=len))))
     if results.get("fit"):
         parts.append(
             table(results["fit"], ["model", "scorer", "images", "seconds", "proportional", "peak_mb", "file_bytes"])
