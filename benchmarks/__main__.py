@@ -107,7 +107,7 @@ def _summary(results: dict[str, Any]) -> str:
         for row in results.get("peers") or []
     ]
     if methods:
-        parts.append(table(methods, list(max(methods, key=len))))
+        parts.append(table(methods, list(max(methods, key=lambda row: len(list(row))))))
     if results.get("fit"):
         parts.append(
             table(results["fit"], ["model", "scorer", "images", "seconds", "proportional", "peak_mb", "file_bytes"])
