@@ -28,7 +28,7 @@ REPORT_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is; `loss` is the mean since the last report."""
+    """How far training is; epochs count from 1, `step` is the number of steps done, `loss` the mean since the last report."""
 
     step: int
     steps: int
