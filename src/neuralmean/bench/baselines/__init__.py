@@ -8,11 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from neuralmean.bench.baselines.ash import Ash
 from neuralmean.bench.baselines.base import Context, Method, Read, View
+from neuralmean.bench.baselines.dk import DeepKernel
 from neuralmean.bench.baselines.energy import Energy
+from neuralmean.bench.baselines.fdbd import Fdbd
+from neuralmean.bench.baselines.gen import Gen
+from neuralmean.bench.baselines.knn import Knn
 from neuralmean.bench.baselines.measure import Cost
 from neuralmean.bench.baselines.msp import Msp
+from neuralmean.bench.baselines.nac import Nac
 from neuralmean.bench.baselines.ours import NeuralMean, scorers_known
+from neuralmean.bench.baselines.react import React
+from neuralmean.bench.baselines.rmds import Rmds
+from neuralmean.bench.baselines.scale import Scale
+from neuralmean.bench.baselines.vim import Vim
 from neuralmean.bench.models.registry import suggestion
 from neuralmean.errors import InputError
 
@@ -25,7 +35,8 @@ def _makers() -> dict[str, Callable[[], Method]]:
     for scorer in ("mlp", "logistic"):
         if scorer in known:
             own += [partial(NeuralMean, scorer, statistic="variance"), partial(NeuralMean, scorer, statistic="both")]
-    return {maker().name: maker for maker in (Msp, Energy, *own)}
+    from_features = (Knn, Vim, React, Ash, Scale, Rmds, Gen, Fdbd, Nac, DeepKernel)
+    return {maker().name: maker for maker in (Msp, Energy, *from_features, *own)}
 
 
 def names() -> list[str]:

@@ -1,0 +1,119 @@
+"""Detectors of pytorch-ood as methods: what is common to all of them, so that a method's file names only its own choices.
+
+pytorch-ood is optional (extra `bench`) and imported on first use. Its detectors get copies of cached tensors and never
+the model, so that none of them can change either; scores keep their sign, which is ours: higher = more OOD.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuralmean.bench.baselines.base import Context, Method, View
+from neuralmean.bench.baselines.heads import read_head
+from neuralmean.errors import MissingExtraError, NotFittedError
+
+
+def detector_class(name: str) -> Any:
+    """Return a class of `pytorch_ood.detector` by its name.
+
+    Raises:
+        MissingExtraError: pytorch-ood is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torchvision, about image files that nobody reads here
+            detectors = importlib.import_module("pytorch_ood.detector")
+    except ImportError:
+        raise MissingExtraError(
+            "This method needs the 'pytorch-ood' package. Install it with `pip install neuralmean[bench]`."
+        ) from None
+    return getattr(detectors, name)
+
+
+class FeatureDetector(Method):
+    """Base of methods whose detector takes penultimate features, (N, F). A subclass implements `make`."""
+
+    reads = frozenset({"feature"})
+
+    def __init__(self) -> None:
+        self._detector: Any = None
+
+    def make(self, context: Context) -> Any:
+        """Return the detector, not yet fitted."""
+        raise NotImplementedError
+
+    def fit(self, context: Context) -> None:
+        """Fit the detector on the features of the inliers."""
+        feature = context.inliers.feature.clone()
+        # pytorch-ood tells inliers from outliers by the sign of the label; these detectors use no other label.
+        self._detector = self.make(context).fit_features(feature, torch.zeros(len(feature), dtype=torch.int64))
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        scores: Tensor = self._fitted().predict_features(examples.feature.clone())
+        return scores
+
+    def _fitted(self) -> Any:
+        if self._detector is None:
+            raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
+        return self._detector
+
+
+class ShapedFeature(Method):
+    """Base of methods that shape the penultimate feature, then take the energy of the head's logits.
+
+    A feature is a feature map of one pixel to pytorch-ood.
+
+    Attributes:
+        detector: Name of pytorch-ood's class.
+    """
+
+    detector: str
+    reads = frozenset({"feature"})
+
+    def __init__(self) -> None:
+        self._detector: Any = None
+
+    def percentile(self, width: int, classes: int) -> float:
+        """Return the method's parameter, a share of activations, for a feature of `width` numbers."""
+        raise NotImplementedError
+
+    def fit(self, context: Context) -> None:
+        """Read the head; where the detector has a threshold, take it from the inliers."""
+        head = read_head(context.trained)
+        classes, width = head.weight.shape
+        self._detector = detector_class(self.detector)(
+            backbone=None, head=lambda maps: head(maps.flatten(1)), percentile=self.percentile(width, classes)
+        )
+        if self._detector.requires_fit:
+            maps = _as_maps(context.inliers.feature)
+            self._detector.fit_feature_maps(maps, torch.zeros(len(maps), dtype=torch.int64))
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        if self._detector is None:
+            raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
+        scores: Tensor = self._detector.predict_feature_maps(_as_maps(examples.feature))
+        return scores
+
+
+def at_most(share: float, width: int) -> float:
+    """Return the share of activations to drop, such that at least one of a small feature is kept.
+
+    Example:
+        >>> at_most(0.95, 64), at_most(0.95, 4)
+        (0.95, 0.75)
+    """
+    return min(share, 1 - 1 / width)
+
+
+def _as_maps(feature: Tensor) -> Tensor:
+    """Return a copy of shape (N, F, 1, 1) in float64; a feature without any activation gets a tiny one, to divide by."""
+    maps = feature.double().clone()
+    maps[(maps == 0).all(dim=1)] = 1e-12
+    return maps[:, :, None, None]

@@ -1,0 +1,57 @@
+"""The linear layer that turns the penultimate feature into logits, for methods that need its weights.
+
+It is found as the library finds it, by one forward pass of one black image. The model is left as it is: what comes back
+are copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from neuralmean.bench.models import TrainedModel
+from neuralmean.data import Batch
+from neuralmean.errors import InputError
+from neuralmean.layers import unwrap
+from neuralmean.recorder import find_head
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """Weight (K, F) and bias (K,) of the last linear layer, copied, in float64."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, feature: Tensor) -> Tensor:
+        """Return the logits (N, K) of features (N, F)."""
+        return feature.double() @ self.weight.T + self.bias
+
+    def as_module(self) -> nn.Linear:
+        """Return the same as a module in float32, for code that wants one."""
+        module = nn.Linear(self.weight.shape[1], self.weight.shape[0])
+        with torch.no_grad():
+            module.weight.copy_(self.weight)
+            module.bias.copy_(self.bias)
+        return module.requires_grad_(False)
+
+
+def read_head(trained: TrainedModel) -> LinearHead:
+    """Return the linear layer whose output is the model's.
+
+    Raises:
+        InputError: The model does not end in a linear layer.
+    """
+    name = find_head(trained.model, Batch((trained.preprocess(np.zeros((1, 32, 32, 3), np.uint8)),)))
+    head = None if name is None else unwrap(trained.model).get_submodule(name)
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            f"Expected {trained.name!r} to end in a linear layer, but it does not. "
+            "Use a method that needs no head, such as 'knn'."
+        )
+    weight = head.weight.detach().cpu().double().clone()
+    bias = torch.zeros(len(weight)) if head.bias is None else head.bias.detach().cpu()
+    return LinearHead(weight, bias.double().clone())
