@@ -64,7 +64,7 @@ def browse(folder, page, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
 
 
-def probe(made, folder, *, width):
+def probe(made, folder, *options, width):
     # The page's own policy would not let the probe run.
     html = re.sub(r"<meta http-equiv[^>]*>", "", made.html).replace("</head>", PROBE + "</head>")
     page = folder / "probe.html"
@@ -79,7 +79,9 @@ def probe(made, folder, *, width):
             + "<script>addEventListener('message', (e) => { const n = document.createElement('pre'); n.id = 'probe';"
             " n.textContent = e.data; document.body.append(n); });</script>"
         )
-    done = browse(folder, frame if width < 600 else page, f"--window-size={max(width, 600)},2000", "--dump-dom")
+    done = browse(
+        folder, frame if width < 600 else page, f"--window-size={max(width, 600)},2000", *options, "--dump-dom"
+    )
     found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     return json.loads(found.group(1))
@@ -110,6 +112,12 @@ def test_every_plot_is_drawn_and_nothing_sticks_out(made, tmp_path, width):
     assert len(found["images"]) == 48
     assert all(size > 0 for size in found["images"])
     assert found["overflow"] <= 0
+
+
+def test_the_page_follows_a_system_that_is_dark(made, tmp_path):
+    found = probe(made, tmp_path, "--blink-settings=preferredColorScheme=0", width=1100)
+    assert found["before"] == "rgb(17, 20, 24)"
+    assert found["theme"] == "light"
 
 
 def test_the_button_changes_the_theme(made, tmp_path):

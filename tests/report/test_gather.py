@@ -34,7 +34,10 @@ def test_contributions_are_those_of_explain(detector):
     torch.testing.assert_close(result.parts.mean[:n].float(), explained.by_layer.mean(dim=0), rtol=1e-4, atol=1e-5)
     total = result.parts.mean.sum().item()
     assert total == pytest.approx(result.scores.mean(), abs=1e-4)
-    assert part_names(detector, result) == [*detector.layers, "feature", "energy", "rest"]
+    assert part_names(detector, result) == [
+        *detector.layers,
+        *("rest" if term == "constant" else term for term in explained.terms),
+    ]
 
 
 def test_the_gallery_holds_both_ends_in_order(detector):
