@@ -72,8 +72,8 @@ class LogisticScorer(VectorScorer):
     def fit_chunks(self, chunks: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Self:
         """Learn from rows that need not fit in memory, say of a memory-mapped file of float16.
 
-        Held at any time are one chunk and about 1 KB per row. The chunks are read about twice per iteration of the
-        solver, at most a few hundred times in all.
+        Held at any time are one chunk and about 2 KB per row, whatever the number of columns. The chunks are read twice
+        per iteration of the solver, about 210 times at most.
 
         Args:
             chunks: Called once a pass; gives rows (n, D) of any float type and which of them are out-of-distribution,
