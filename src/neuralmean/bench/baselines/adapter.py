@@ -79,16 +79,15 @@ class ShapedFeature(Method):
     def __init__(self) -> None:
         self._detector: Any = None
 
-    def percentile(self, width: int, classes: int) -> float:
+    def percentile(self, width: int) -> float:
         """Return the method's parameter, a share of activations, for a feature of `width` numbers."""
         raise NotImplementedError
 
     def fit(self, context: Context) -> None:
         """Read the head; where the detector has a threshold, take it from the inliers."""
         head = read_head(context.trained)
-        classes, width = head.weight.shape
         self._detector = detector_class(self.detector)(
-            backbone=None, head=lambda maps: head(maps.flatten(1)), percentile=self.percentile(width, classes)
+            backbone=None, head=lambda maps: head(maps.flatten(1)), percentile=self.percentile(head.weight.shape[1])
         )
         if self._detector.requires_fit:
             maps = _as_maps(context.inliers.feature)

@@ -11,7 +11,8 @@ class Ash(ShapedFeature):
     .. math::
         s(x) = -\log \sum_k \exp f_k\left(h_{top}(x) \exp \frac{\sum_i h_i(x)}{\sum_{i \in top} h_i(x)}\right)
 
-    95 % of the activations are dropped for ten classes and 90 % for more, the paper's choices for CIFAR-10 and CIFAR-100.
+    65 % of the activations are dropped, what OpenOOD and pytorch-ood take. The paper's 90 to 95 % were chosen for wider
+    features: of the 64 numbers of a CIFAR ResNet they leave three, and the score fails.
     """
 
     name = "ash"
@@ -20,6 +21,6 @@ class Ash(ShapedFeature):
     uses_inliers = False
     detector = "ASH"
 
-    def percentile(self, width: int, classes: int) -> float:
+    def percentile(self, width: int) -> float:
         """Return the share of activations that are dropped."""
-        return at_most(0.95 if classes <= 10 else 0.9, width)
+        return at_most(0.65, width)

@@ -1,6 +1,8 @@
-"""Deep kernel, of the paper's statistical table (Table 1; kernel of Liu et al., ICML 2020, on the classifier's features)."""
+"""Deep kernel of the paper's statistical table (Table 1; Liu et al., ICML 2020): a Gaussian on the classifier's features."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -13,13 +15,14 @@ _CHUNK = 1000
 
 
 class DeepKernel(Method):
-    r"""Scores an image by minus the sum of kernel values to the inliers, as all methods of that table do (Sec. 5).
+    r"""Scores an image by minus the sum of kernel values to the inliers, as all methods of that table do (Sec. 5.1).
 
     .. math::
-        s(x) = -\sum_i \kappa(h(x), h(x_i)), \quad \kappa(a, b) = \exp(-\lVert a - b \rVert^2 / 2 \sigma^2)
+        s(x) = -\log \sum_i \kappa(h(x), h(x_i)), \quad \kappa(a, b) = \exp(-\lVert a - b \rVert^2 / 2 \sigma^2)
 
-    :math:`\sigma` is the median distance between inliers: the kernel is not trained against a set of outliers, which the
-    protocol has none of. The sum is given as a mean, and over at most 5,000 inliers.
+    The logarithm keeps the order and tells images apart whose sums are too small for a float. The kernel is not trained
+    against outliers, which a detector has none of: of the median distance between inliers and its halves,
+    :math:`\sigma` is the one under which the inliers are likeliest, each left out in turn. At most 5,000 inliers.
     """
 
     name = "dk"
@@ -29,21 +32,34 @@ class DeepKernel(Method):
 
     def __init__(self) -> None:
         self._inliers: Tensor | None = None
-        self._bandwidth = 1.0
+        self.bandwidth = 1.0
 
     def fit(self, context: Context) -> None:
-        """Keep inliers and take the bandwidth from them."""
+        """Keep inliers and choose the bandwidth by them."""
         feature = context.inliers.feature.double()
         order = torch.randperm(len(feature), generator=torch.Generator().manual_seed(context.seed))
         self._inliers = feature[order[:INLIERS]]
-        self._bandwidth = max(float(torch.pdist(self._inliers[:_CHUNK]).median()), 1e-12)
+        self.bandwidth = likeliest_bandwidth(self._inliers[:_CHUNK])
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
         if self._inliers is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
-        found = []
-        for chunk in torch.split(examples.feature.double(), _CHUNK):
-            squared = torch.cdist(chunk, self._inliers).square()
-            found.append(-(-squared / (2 * self._bandwidth**2)).exp().mean(dim=1))
-        return torch.cat(found)
+        chunks = torch.split(examples.feature.double(), _CHUNK)
+        return torch.cat([-_log_kernel(chunk, self._inliers, self.bandwidth).logsumexp(dim=1) for chunk in chunks])
+
+
+def likeliest_bandwidth(rows: Tensor) -> float:
+    """Return the bandwidth of the largest leave-one-out likelihood of rows (N, F), among the median distance's halves."""
+    median = max(float(torch.pdist(rows).median()), 1e-12)
+
+    def likelihood(bandwidth: float) -> float:
+        values = _log_kernel(rows, rows, bandwidth).fill_diagonal_(-math.inf)
+        mean: float = values.logsumexp(dim=1).mean().item()
+        return mean - rows.shape[1] * math.log(bandwidth)
+
+    return max((median * 0.5**halvings for halvings in range(7)), key=likelihood)
+
+
+def _log_kernel(first: Tensor, second: Tensor, bandwidth: float) -> Tensor:
+    return -torch.cdist(first, second).square() / (2 * bandwidth**2)

@@ -15,7 +15,7 @@ class Knn(FeatureDetector):
         s(x) = \lVert z - z_{(k)} \rVert_2, \quad z = h(x) / \lVert h(x) \rVert_2
 
     The paper takes k = 50 of 50,000 images for CIFAR-10 and 200 for CIFAR-100, and k in proportion where only a part of
-    the images is used (its Fig. 4); so does this.
+    the images is used; so does this, but not below 5, where there are as many.
     """
 
     name = "knn"
@@ -32,7 +32,7 @@ def neighbours(images: int, classes: int) -> int:
 
     Example:
         >>> neighbours(50_000, 10), neighbours(50_000, 100), neighbours(25, 10)
-        (50, 200, 1)
+        (50, 200, 5)
     """
     per_image = 200 / 50_000 if classes >= 100 else 50 / 50_000
-    return max(1, round(images * per_image))
+    return max(min(5, images), round(images * per_image))

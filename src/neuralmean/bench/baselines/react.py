@@ -19,6 +19,6 @@ class React(ShapedFeature):
     paper = "Sun et al., ReAct: Out-of-distribution Detection With Rectified Activations, NeurIPS 2021"
     detector = "ReAct"
 
-    def percentile(self, width: int, classes: int) -> float:
+    def percentile(self, width: int) -> float:
         """Return the share of activations below the threshold."""
         return 0.9

@@ -11,7 +11,8 @@ class Scale(ShapedFeature):
     .. math::
         s(x) = -\log \sum_k \exp f_k\left(h(x) \exp \frac{\sum_i h_i(x)}{\sum_{i \in top} h_i(x)}\right)
 
-    The largest 15 % of the activations count as top, the paper's choice.
+    The largest 35 % of the activations count as top, what OpenOOD and pytorch-ood take; the paper's 15 % were chosen for
+    2,048 numbers and do worse with the 64 of a CIFAR ResNet.
     """
 
     name = "scale"
@@ -20,6 +21,6 @@ class Scale(ShapedFeature):
     uses_inliers = False
     detector = "SCALE"
 
-    def percentile(self, width: int, classes: int) -> float:
+    def percentile(self, width: int) -> float:
         """Return the share of activations that are not among the top."""
-        return at_most(0.85, width)
+        return at_most(0.65, width)
