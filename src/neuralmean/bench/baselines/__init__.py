@@ -14,10 +14,13 @@ from neuralmean.bench.baselines.dk import DeepKernel
 from neuralmean.bench.baselines.energy import Energy
 from neuralmean.bench.baselines.fdbd import Fdbd
 from neuralmean.bench.baselines.gen import Gen
+from neuralmean.bench.baselines.gram import Gram
 from neuralmean.bench.baselines.knn import Knn
+from neuralmean.bench.baselines.mahalanobis import Mahalanobis, MahalanobisId
 from neuralmean.bench.baselines.measure import Cost
 from neuralmean.bench.baselines.msp import Msp
 from neuralmean.bench.baselines.nac import Nac
+from neuralmean.bench.baselines.odin import Odin
 from neuralmean.bench.baselines.ours import NeuralMean, scorers_known
 from neuralmean.bench.baselines.react import React
 from neuralmean.bench.baselines.rmds import Rmds
@@ -36,7 +39,8 @@ def _makers() -> dict[str, Callable[[], Method]]:
         if scorer in known:
             own += [partial(NeuralMean, scorer, statistic="variance"), partial(NeuralMean, scorer, statistic="both")]
     from_features = (Knn, Vim, React, Ash, Scale, Rmds, Gen, Fdbd, Nac, DeepKernel)
-    return {maker().name: maker for maker in (Msp, Energy, *from_features, *own)}
+    from_images = (Odin, Mahalanobis, MahalanobisId, Gram)
+    return {maker().name: maker for maker in (Msp, Energy, *from_images, *from_features, *own)}
 
 
 def names() -> list[str]:

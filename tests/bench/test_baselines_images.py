@@ -1,0 +1,396 @@
+"""Methods that need images, gradients or training: each against an independent version of itself."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuralmean.bench import baselines, protocols
+from neuralmean.bench.baselines import gram, mahalanobis, odin
+from neuralmean.bench.baselines.activations import OUTPUT, capturing, convolutions, pooled, stages
+from neuralmean.bench.baselines.base import View
+from neuralmean.bench.baselines.gaussians import Gaussians
+from neuralmean.bench.baselines.measure import Meter
+from neuralmean.bench.baselines.perturbation import hold_out, quality, signs
+from neuralmean.bench.baselines.trial import fit_method, score_set
+from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.bench.models import TrainedModel, build
+from neuralmean.bench.protocols import EvalSet, FitSet
+from neuralmean.errors import InputError, LayerNotFiredError, NotFittedError
+from neuralmean.fingerprint import fingerprint
+
+STD = (0.2, 0.25, 0.5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _peer():
+    """Import pytorch-ood once: its torchvision may warn about codecs that nothing here uses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pytorch_ood.detector  # noqa: F401
+
+
+class Net(nn.Module):
+    """Two stages and a head; smooth, so that gradients are never zero."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 5, stride=3)
+        self.bn = nn.BatchNorm2d(4)
+        self.act = nn.Softplus()
+        self.conv = nn.Conv2d(4, 6, 3, stride=2)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.act(self.bn(self.stem(x)))
+        return self.fc(self.act(self.conv(x)).mean(dim=(2, 3)))
+
+
+@pytest.fixture
+def trained():
+    return TrainedModel(Net().eval(), "toy", 3, (0.5, 0.5, 0.5), STD)
+
+
+def make_images(count, *, seed, name, split, high=256):
+    pixels = np.random.default_rng(seed).integers(0, high, (count, 32, 32, 3), dtype=np.uint8)
+    return ImageSet.of(pixels, np.arange(count) % 3, name=name, split=split)
+
+
+@pytest.fixture
+def draw():
+    inside = FitSet.of(make_images(30, seed=0, name="cifar10", split="train"), apart_from=[])
+    outside = FitSet.of(make_images(30, seed=1, name="svhn", split="train", high=90), apart_from=[])
+    return protocols.full_access(inside, outside)[0]
+
+
+@pytest.fixture
+def batch(trained):
+    return trained.preprocess(make_images(8, seed=5, name="x", split="test").images)
+
+
+def no_features(images, *, variance):
+    raise AssertionError("this method reads images only")
+
+
+def fitted(name, trained, draw):
+    from neuralmean.bench.features import compute
+
+    method = baselines.make(name)
+    fit_method(method, trained, draw, lambda images, *, variance: compute(trained, images, variance=variance))
+    return method
+
+
+def score(method, trained, images):
+    from neuralmean.bench.features import compute
+
+    return score_set(
+        method, trained, EvalSet(images), lambda images, *, variance: compute(trained, images, variance=variance)
+    )[0]
+
+
+class TestActivations:
+    def test_stages_are_the_first_layer_and_the_last_output_at_each_resolution(self, batch):
+        for name, expected in {
+            "resnet20": [("conv1", 0), ("layer1.2", 0), ("layer2.2", 0), ("layer3.2", 0)],
+            "densenet100": [("conv1", 0), ("block1", 0), ("block2", 0), ("relu", 0)],
+            "convnet4": [("conv1", 0), ("relu", 0), ("relu", 1), ("relu", 2), ("relu", 3), ("pool", 0)],
+        }.items():
+            assert stages(build(name), batch[:1]) == expected, name
+
+    def test_a_model_of_one_resolution_gives_four_layers(self, batch):
+        assert len(stages(build("vit"), batch[:1])) >= 4
+
+    def test_a_module_that_runs_twice_is_told_apart_by_its_calls(self, trained, batch):
+        with torch.no_grad(), capturing(trained.model, [("act", 1), ("act", 0), OUTPUT]) as run:
+            second, first, output = run(batch)
+            torch.testing.assert_close(first, F.softplus(trained.model.bn(trained.model.stem(batch))))
+            torch.testing.assert_close(second, F.softplus(trained.model.conv(first)))
+            torch.testing.assert_close(output, trained.model.fc(pooled(second)))
+
+    def test_a_pass_ends_where_nothing_more_is_wanted(self, trained, batch):
+        seen = []
+        trained.model.fc.register_forward_hook(lambda *_: seen.append(1))
+        with capturing(trained.model, [("stem", 0)], stop=True) as run:
+            run(batch)
+        assert not seen
+
+    def test_every_convolution_is_found_in_the_order_of_the_pass(self, trained, batch):
+        assert convolutions(trained.model, batch) == [("stem", 0), ("conv", 0)]
+
+    def test_tokens_are_averaged_over_tokens(self):
+        torch.testing.assert_close(pooled(torch.arange(6.0).view(1, 3, 2)), torch.tensor([[2.0, 3.0]]))
+
+    def test_no_hook_stays_also_after_an_error(self, trained, batch):
+        with pytest.raises(ZeroDivisionError), capturing(trained.model, [("stem", 0)]):
+            raise ZeroDivisionError
+        assert not any(module._forward_hooks for module in trained.model.modules())
+
+    def test_a_layer_that_takes_no_part_is_an_error(self, trained, batch):
+        with (
+            capturing(trained.model, [("stem", 1)]) as run,
+            pytest.raises(LayerNotFiredError, match=r"Expected 'stem' to take part in the pass, but it did not"),
+        ):
+            run(batch)
+
+    def test_a_model_without_positions_is_an_error(self):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+        with pytest.raises(InputError, match=r"Expected Sequential to have layers with positions"):
+            stages(model, torch.zeros(1, 3, 2, 2))
+
+
+class TestPerturbation:
+    def test_a_step_goes_against_the_gradient_in_units_of_the_image(self):
+        images = torch.tensor([1.0, -2.0, 3.0]).view(1, 3, 1, 1)
+        found = signs(images, lambda x: (x**2).sum(dim=(1, 2, 3)), STD)
+        torch.testing.assert_close(found.flatten(), torch.tensor([5.0, -4.0, 2.0]))
+
+    def test_the_validation_part_and_the_rest_are_apart_and_depend_on_the_seed(self):
+        parts, again, other = (hold_out(100, seed=seed, share=0.2) for seed in (0, 0, 1))
+        assert sorted([*parts.validation, *parts.rest]) == list(range(100))
+        assert len(parts.validation) == 20
+        np.testing.assert_array_equal(parts.validation, again.validation)
+        assert (parts.validation != other.validation).any()
+        assert len(hold_out(1000, seed=0).validation) == 250
+
+    def test_quality_is_tnr95_then_auroc(self):
+        assert quality(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])) == (50.0, 75.0)
+
+
+class TestOdin:
+    @pytest.mark.parametrize(("temperature", "step"), [(1.0, 0.0), (10.0, 0.002), (1000.0, 0.0014)])
+    def test_it_agrees_with_pytorch_ood(self, trained, batch, temperature, step):
+        from pytorch_ood.detector import ODIN
+
+        peer = ODIN(trained.model, eps=step, temperature=temperature, norm_std=list(STD))
+        found = odin.odin(trained.model, batch, temperature, step, STD)
+        np.testing.assert_allclose(found.numpy(), peer.predict(batch).detach().numpy(), rtol=1e-5)
+
+    def test_the_grid_holds_every_pair_in_order(self, trained, batch):
+        grid = odin._grid(trained, iter([batch[:5], batch[5:]]))
+        assert grid.shape == (len(odin.TEMPERATURES) * len(odin.STEPS), 8)
+        expected = odin.odin(trained.model, batch, odin.TEMPERATURES[1], odin.STEPS[3], STD)
+        torch.testing.assert_close(grid[len(odin.STEPS) + 3], expected)
+
+    def test_the_best_pair_on_the_validation_part_is_chosen(self, trained, draw):
+        method = fitted("odin", trained, draw)
+        tuned = quality(*(_odin_scores(trained, one, method.temperature, method.step) for one in _sets(draw)))
+        pairs = [(t, e) for t in odin.TEMPERATURES for e in odin.STEPS]
+        others = [quality(*(_odin_scores(trained, one, *pair) for one in _sets(draw))) for pair in pairs]
+        assert tuned == max(others)
+
+    def test_without_outliers_the_authors_values_stay(self, trained, draw):
+        from dataclasses import replace
+
+        from neuralmean.bench.baselines.base import Context
+
+        method = baselines.make("odin")
+        view = View(trained, draw.inliers.source, None, reads=method.reads, reader=no_features, meter=Meter())
+        context = Context(trained, view, view, 0)
+        method.fit(replace(context, outliers=None))
+        assert (method.temperature, method.step) == (1000.0, 0.0014)
+
+
+def _sets(draw):
+    return draw.inliers.source, draw.outliers.source
+
+
+def _odin_scores(trained, images, temperature, step):
+    return odin.odin(trained.model, trained.preprocess(images.images), temperature, step, STD)
+
+
+class TestGaussians:
+    def test_distances_agree_with_a_loop_over_sklearn(self):
+        from sklearn.covariance import EmpiricalCovariance
+
+        features, labels, test = torch.randn(60, 5), torch.arange(60) % 3, torch.randn(7, 5)
+        means = [features[labels == c].double().mean(dim=0) for c in range(3)]
+        centred = torch.stack([features[i].double() - means[labels[i]] for i in range(60)])
+        peer = EmpiricalCovariance(assume_centered=True).fit(centred.numpy())
+        expected = [min(float(peer.mahalanobis((x.double() - m).numpy()[None])[0]) for m in means) for x in test]
+        found = Gaussians.of(features, labels).distances(test)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-8)
+
+    def test_distances_agree_with_pytorch_ood(self):
+        from pytorch_ood.detector import Mahalanobis
+
+        features, labels, test = torch.randn(60, 5), torch.arange(60) % 3, torch.randn(7, 5)
+        peer = Mahalanobis(None).fit_features(features, labels)  # half the distance, covariance not divided by N
+        found = Gaussians.of(features, labels).distances(test)
+        np.testing.assert_allclose(found.numpy(), peer.predict_features(test).numpy() * 2 * 60, rtol=1e-4)
+
+    def test_a_channel_that_never_changes_and_a_class_without_images_are_no_obstacle(self):
+        features = torch.cat([torch.randn(20, 2), torch.ones(20, 1)], dim=1)
+        found = Gaussians.of(features, torch.arange(20) % 2 * 5)
+        assert found.means.shape == (2, 3)
+        assert found.distances(features).isfinite().all()
+
+
+class TestMahalanobis:
+    def test_it_is_the_logistic_of_the_distances_after_each_layers_own_step(self, trained, draw):
+        method = fitted("mahalanobis", trained, draw)
+        method.step = 0.0014
+        images = make_images(6, seed=9, name="x", split="test")
+        expected = _reference_mahalanobis(method, trained.model, trained.preprocess(images.images))
+        np.testing.assert_allclose(score(method, trained, images), expected, rtol=1e-4, atol=1e-6)
+
+    def test_the_gaussians_do_not_see_the_validation_part(self, trained, draw):
+        method = fitted("mahalanobis", trained, draw)
+        parts = hold_out(30, seed=draw.seed, share=0.2)
+        pixels = trained.preprocess(draw.inliers.source.images[parts.rest])
+        with torch.no_grad():
+            features = trained.model.stem(pixels).mean(dim=(2, 3))
+        labels = torch.from_numpy(draw.inliers.source.labels[parts.rest])
+        torch.testing.assert_close(method._gaussians[0].means, Gaussians.of(features, labels).means)
+
+    def test_dark_images_are_told_apart(self, trained, draw):
+        method = fitted("mahalanobis", trained, draw)
+        inside, outside = (make_images(20, seed=8, name="x", split="test", high=high) for high in (256, 90))
+        assert score(method, trained, inside).max() < score(method, trained, outside).min()
+
+    def test_the_logistic_agrees_with_sklearn_on_standardised_distances(self):
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        near, far = torch.randn(30, 3).double() + 5, torch.randn(40, 3).double() * 2 + 7
+        weights, offset = mahalanobis.logistic(near, far)
+        rows, target = torch.cat([near, far]), [0] * 30 + [1] * 40
+        peer = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=1000))
+        expected = peer.fit(rows.numpy(), target).decision_function(rows.numpy())
+        np.testing.assert_allclose((rows @ weights + offset).numpy(), expected, rtol=1e-6)
+
+    def test_it_needs_outliers(self, trained, draw):
+        from neuralmean.bench.baselines.base import Context
+
+        method = baselines.make("mahalanobis")
+        view = View(trained, draw.inliers.source, None, reads=method.reads, reader=no_features, meter=Meter())
+        with pytest.raises(InputError, match=r"Expected OOD images to tune 'mahalanobis' on, but got none"):
+            method.fit(Context(trained, view, None, 0))
+
+    def test_without_outliers_it_is_the_mean_of_standardised_distances(self, trained, draw):
+        method = fitted("mahalanobis-id", trained, draw)
+        parts = hold_out(30, seed=draw.seed, share=0.2, most=30)
+        with torch.no_grad():
+            features = trained.model.stem(trained.preprocess(draw.inliers.source.images)).mean(dim=(2, 3))
+        labels = torch.from_numpy(draw.inliers.source.labels)
+        distances = Gaussians.of(features[parts.rest], labels[parts.rest]).distances(features)
+        held = distances[torch.from_numpy(parts.validation)]
+        expected = (distances - held.mean()) / held.std(correction=0)  # one batch norm: one layer
+        np.testing.assert_allclose(score(method, trained, draw.inliers.source), expected.numpy(), rtol=1e-3, atol=1e-4)
+
+
+def _reference_mahalanobis(method, model, batch):
+    """Lee et al. 2018, Algorithm 1, image by image and layer by layer."""
+    layers = [
+        lambda x: model.stem(x),
+        lambda x: model.bn(model.stem(x)),
+        lambda x: F.softplus(model.bn(model.stem(x))),
+        lambda x: model.conv(F.softplus(model.bn(model.stem(x)))),
+        lambda x: F.softplus(model.conv(F.softplus(model.bn(model.stem(x))))),
+    ]
+    assert method._places == [("stem", 0), ("bn", 0), ("act", 0), ("conv", 0), ("act", 1)]
+    scale = torch.tensor(STD).view(1, 3, 1, 1)
+    found = []
+    for image in batch:
+        total = method._offset
+        for layer, gauss, weight in zip(layers, method._gaussians, method._weights, strict=True):
+
+            def confidence(x, layer=layer, gauss=gauss):
+                feature = layer(x).mean(dim=(2, 3))[0].double()
+                return max(-(feature - mean) @ gauss.precision @ (feature - mean) for mean in gauss.means)
+
+            x = image[None].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(confidence(x), x)
+            moved = x.detach() + method.step * gradient.sign() / scale
+            total = total - float(weight) * float(confidence(moved).detach())
+        found.append(total)
+    return np.array(found)
+
+
+class TestGram:
+    def test_row_sums_agree_with_the_matrices(self):
+        activation = torch.randn(3, 4, 5, 5)
+        found = gram.gram_rows(activation, powers=3).view(3, 3, 4)
+        for n in range(3):
+            for p in (1, 2, 3):
+                maps = activation[n].reshape(4, 25).double() ** p
+                rows = (maps @ maps.T).sum(dim=1)
+                expected = rows.sign() * rows.abs() ** (1 / p)
+                torch.testing.assert_close(found[n, p - 1].double(), expected, rtol=1e-4, atol=1e-4)
+
+    def test_large_activations_do_not_overflow(self):
+        assert gram.gram_rows(torch.full((1, 2, 3, 3), 1e4)).isfinite().all()
+
+    def test_deviations_are_relative_to_the_end_of_the_range(self):
+        low, high = torch.tensor([[2.0, 2.0, 2.0]]), torch.tensor([[4.0, 4.0, 4.0]])
+        found = gram.deviation(torch.tensor([[1.0, 3.0, 6.0]]), low, high)
+        torch.testing.assert_close(found, torch.tensor([0.5 + 0.5]), rtol=1e-5, atol=0)
+
+    def test_scores_agree_with_pytorch_ood(self, trained, draw):
+        """The peer's scoring on our ranges and expectations; its own ranges are by label, ours by prediction."""
+        from pytorch_ood.detector import Gram
+
+        method = fitted("gram", trained, draw)
+        peer = Gram(head=nn.Identity(), feature_layers=[], num_classes=3, num_poles_list=list(range(1, 11)))
+        peer.num_layer = len(method._places)
+        split = [[one.view(3, 10, -1)[:, p] for p in range(10)] for one in method._low]
+        peer.feature_min = split
+        peer.feature_max = [[one.view(3, 10, -1)[:, p] for p in range(10)] for one in method._high]
+        peer.layer_norm = method._expected.float()
+        images = make_images(6, seed=9, name="x", split="test")
+        with torch.no_grad(), capturing(trained.model, [*method._places, OUTPUT]) as run:
+            *features, logits = run(trained.preprocess(images.images))
+            expected = peer.predict_structured(logits, features)
+        np.testing.assert_allclose(score(method, trained, images), expected.numpy(), rtol=1e-3)
+
+    def test_ranges_are_those_of_each_predicted_class(self, trained, draw):
+        method = fitted("gram", trained, draw)
+        parts = hold_out(30, seed=draw.seed, share=0.1, most=30)
+        pixels = trained.preprocess(draw.inliers.source.images[parts.rest])
+        with torch.no_grad():
+            classes = trained.model(pixels).argmax(dim=1)
+            rows = gram.gram_rows(trained.model.stem(pixels))
+        assert method._places[0] == ("stem", 0)
+        for c in classes.unique():
+            torch.testing.assert_close(method._low[0][c], rows[classes == c].amin(dim=0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(method._high[0][c], rows[classes == c].amax(dim=0), rtol=1e-4, atol=1e-5)
+        assert all(low.isfinite().all() for low in method._low)
+
+    def test_the_state_does_not_grow_with_the_images(self, trained, draw):
+        sizes = []
+        for count in (30, 60):
+            images = FitSet.of(make_images(count, seed=0, name="cifar10", split="train"), apart_from=[])
+            method = fitted("gram", trained, protocols.full_access(images, draw.outliers)[0])
+            sizes.append(sum(one.numel() for one in (*method._low, *method._high, method._expected)))
+        assert sizes[0] == sizes[1]
+
+
+IMAGE_METHODS = ["odin", "mahalanobis", "mahalanobis-id", "gram"]
+
+
+@pytest.mark.parametrize("name", IMAGE_METHODS)
+class TestEvery:
+    def test_the_model_is_never_changed(self, name, trained, draw):
+        before = fingerprint(trained.model)
+        method = fitted(name, trained, draw)
+        score(method, trained, make_images(4, seed=9, name="x", split="test"))
+        assert fingerprint(trained.model) == before
+        assert not trained.model.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in trained.model.modules())
+        assert all(parameter.grad is None for parameter in trained.model.parameters())
+
+    def test_scoring_before_fitting_is_an_error(self, name, trained):
+        with pytest.raises(NotFittedError, match=rf"The method '{name}' is not fitted yet. Call `fit` before `score`"):
+            score(baselines.make(name), trained, make_images(4, seed=9, name="x", split="test"))
+
+    def test_it_does_not_suit_a_model_without_classes(self, name, trained):
+        from dataclasses import replace
+
+        assert baselines.make(name).suits(trained)
+        assert not baselines.make(name).suits(replace(trained, num_classes=0))
