@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -15,9 +13,6 @@ from neuralmean.layers import Layer, select_layers
 from neuralmean.recorder import Recorder
 from neuralmean.scorers import AverageScorer, LogisticScorer, Observation
 
-needs_argument = pytest.mark.skipif(
-    "early_exit" not in inspect.signature(Detector.fit).parameters, reason="`fit` has no `early_exit` yet"
-)
 LAYERS = tuple(Layer(f"bn{i}", "batchnorm", 3) for i in range(4))
 
 
@@ -206,7 +201,6 @@ def test_the_pass_stops_only_once_every_row_is_certain(deep):
         assert (deep.ran < 6) is stops
 
 
-@needs_argument
 @pytest.mark.filterwarnings("ignore::neuralmean.errors.CalibrationWarning")
 class TestFitWithEarlyExit:
     def test_strange_inputs_stop_the_pass_and_usual_ones_keep_their_output(self, deep):

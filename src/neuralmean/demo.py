@@ -106,7 +106,7 @@ def train_model(data: DemoData, *, epochs: int = 12, seed: int = 0) -> DigitNet:
         model = DigitNet().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(epochs):
-            for batch in torch.randperm(len(data.train), generator=generator).split(64):
+            for batch in torch.split(torch.randperm(len(data.train), generator=generator), 64):
                 shift = torch.randint(-1, 2, (2,), generator=generator).tolist()
                 loss = F.cross_entropy(model(data.train[batch].roll(shift, dims=(2, 3))), data.train_labels[batch])
                 optimizer.zero_grad()
@@ -159,7 +159,7 @@ def save_picture(demo: Demo, path: Path) -> None:
     axes = figure.add_subplot(grid[:, 4:])
     scores = {name: demo.detector.score(images) for name, images in kinds.items()}
     low, high = min(s.min().item() for s in scores.values()), max(s.quantile(0.98).item() for s in scores.values())
-    bins = np.linspace(low, high, 45)
+    bins = np.linspace(low, high, 45).tolist()
     for (name, values), colour in zip(scores.items(), colours, strict=True):
         axes.hist(values.clamp(max=high).numpy(), bins=bins, density=True, alpha=0.6, label=name, color=colour)
     rate = demo.detector.predict(demo.data.test[:1]).false_alarm_rate

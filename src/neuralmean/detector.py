@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from neuralmean import fitting
+from neuralmean import cascade, fitting
 from neuralmean.artefact import Artefact
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.data import BATCH_SIZE, count_batches, to_batch, to_batches
@@ -137,6 +137,7 @@ class Detector:
         *,
         false_alarm_rate: float = 0.05,
         held_out: Any = None,
+        early_exit: bool = False,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
         """Learn from in-distribution examples and, where there are any, examples of what is not.
@@ -148,22 +149,28 @@ class Detector:
             false_alarm_rate: Share of in-distribution inputs that may be flagged.
             held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
                 from them. Without them a part of `id_data` serves, with a warning on what that is worth.
+            early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
+                None then. The false-alarm rate holds for all exits together.
             batch_size: Rows per forward pass where data comes in one piece.
 
         Data may be a tensor, an array, a DataLoader, a Dataset or an iterable of batches; a batch may be `x`, `(x, y)`
         or a dict of keyword inputs.
         """
         check_rate(false_alarm_rate)
+        if early_exit:
+            cascade.check_statistic(self.statistic)
         before = dict(self.__dict__)
         try:
-            source = self._fit(id_data, ood_data, false_alarm_rate, held_out, batch_size)
+            source = self._fit(id_data, ood_data, false_alarm_rate, held_out, batch_size, early_exit)
         except BaseException:
             self.__dict__ = before  # a fit that fails leaves the detector as it was
             raise
         fitting.warn_if_weak(source)
         return self
 
-    def _fit(self, id_data: Any, ood_data: Any, rate: float, held_out: Any, batch_size: int) -> fitting.Source:
+    def _fit(
+        self, id_data: Any, ood_data: Any, rate: float, held_out: Any, batch_size: int, early_exit: bool
+    ) -> fitting.Source:
         self._reset()
         scorer = self._scorer_for(ood_data, batch_size)
         observer = self._make_observer(self._head_for(scorer))
@@ -186,6 +193,8 @@ class Detector:
             self.reference = Reference.of_statistics(self._layers, rows.means, rows.variances)
         if self.statistic == "both":
             self.scale = Moments.of(discrepancy(rows.means, rows.variances, self.reference, "both"))
+        if early_exit:
+            scorer = cascade.CascadeScorer.around(scorer, self._layers, repeated=observer.recorder.repeated)
         self._observer, self.head, self.scorer = observer, observer.head, scorer
         scores, source = fitting.fit_and_score_inliers(
             scorer,
@@ -214,10 +223,16 @@ class Detector:
         return self
 
     def __call__(self, x: Any) -> tuple[Any, Decision]:
-        """Return the model's own output and the decision, after one forward pass."""
+        """Return the model's own output and the decision, after one forward pass.
+
+        With `early_exit` the output is None where the pass was stopped, every input being OOD.
+        """
         calibration = self._calibrated()
         self._watch.check()
-        output, rows = self._observer.observe(to_batch(x))
+        watch = cascade.watch_of(self)
+        output, rows = self._observer.observe(to_batch(x), exits=watch)
+        if watch is not None and watch.stopped and watch.scores is not None:
+            return None, self._decide(watch.scores, calibration)
         return output, self._decide(fitting.score_rows(self.scorer, self._observation(rows)), calibration)
 
     def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:

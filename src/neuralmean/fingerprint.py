@@ -18,7 +18,7 @@ def fingerprint(model: nn.Module) -> str:
         if isinstance(value, Tensor):
             data = value.detach().cpu().contiguous()
             digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
-            digest.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+            digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

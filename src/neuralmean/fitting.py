@@ -180,9 +180,10 @@ def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, 
     vector = observation.vector.detach().clone().requires_grad_()
     with torch.enable_grad():
         score = scorer.score(vector if not needs_of(scorer) else replace(observation, vector=vector))
-    if not score.requires_grad:
-        raise InputError(
-            f"Expected a scorer with `contributions` or a gradient to explain, but {type(scorer).__name__} has neither."
-        )
-    (gradient,) = torch.autograd.grad(score.sum(), vector)
+        if not score.requires_grad:
+            name = type(scorer).__name__
+            raise InputError(
+                f"Expected a scorer with `contributions` or a gradient to explain, but {name} has neither."
+            )
+        (gradient,) = torch.autograd.grad(score.sum(), vector)
     return gradient * vector.detach(), {}, False

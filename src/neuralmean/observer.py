@@ -13,8 +13,7 @@ from neuralmean.data import Batch, check_input, count_batches, to_batches
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer
 from neuralmean.progress import track
-from neuralmean.recorder import Recorder, find_head
-from neuralmean.reference import join_layers
+from neuralmean.recorder import Exits, Recorder, find_head
 from neuralmean.synthesis import permute_blocks, rotate
 
 FIND_HEAD = "?"
@@ -40,8 +39,17 @@ class Rows:
     @classmethod
     def cat(cls, rows: Sequence[Rows]) -> Rows:
         """Stack the rows of several batches, in order."""
-        columns = zip(*((row.means, row.variances, row.output, row.feature) for row in rows), strict=True)
-        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+        def stack(parts: list[Tensor | None]) -> Tensor | None:
+            present = [part for part in parts if part is not None]
+            return torch.cat(present) if present else None
+
+        return cls(
+            torch.cat([row.means for row in rows]),
+            stack([row.variances for row in rows]),
+            stack([row.output for row in rows]),
+            stack([row.feature for row in rows]),
+        )
 
 
 class Observer:
@@ -65,8 +73,10 @@ class Observer:
         """The layer that gives the logits, where one is in use."""
         return self.recorder.head
 
-    def observe(self, batch: Batch, *, name: str = "x") -> tuple[Any, Rows]:
+    def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, Rows]:
         """Return the model's own output for a batch and the rows of it, after one forward pass.
+
+        Where `exits` stopped the pass, the output is None and the rows hold the first layers only.
 
         Raises:
             InputError: An input that gives NaN or infinite activations.
@@ -74,9 +84,9 @@ class Observer:
         if self._head_is_open:
             check_input(batch, name, tokens=self.recorder.takes_tokens)
             self.recorder.head, self._head_is_open = find_head(self.recorder.model, batch), False
-        recording = self.recorder(batch, name=name)
-        means = join_layers(recording.means, self.layers)
-        variances = join_layers(recording.variances, self.layers) if recording.variances else None
+        recording = self.recorder(batch, name=name, exits=exits)
+        means = recording.mean.cpu()
+        variances = None if recording.variance is None else recording.variance.cpu()
         self._check_finite(means, name)
         output = None if recording.logits is None else recording.logits.cpu()
         feature = None if recording.feature is None else recording.feature.cpu()

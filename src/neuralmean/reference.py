@@ -138,8 +138,8 @@ class Reference:
     @classmethod
     def of_recording(cls, layers: Sequence[Layer], recording: Recording) -> Reference:
         """Return the reference of the examples of one forward pass."""
-        variances = join_layers(recording.variances, layers) if recording.variances else None
-        return cls.of_statistics(layers, join_layers(recording.means, layers), variances)
+        variances = None if recording.variance is None else recording.variance.cpu()
+        return cls.of_statistics(layers, recording.mean.cpu(), variances)
 
     @classmethod
     def of_statistics(cls, layers: Sequence[Layer], means: Tensor, variances: Tensor | None) -> Reference:

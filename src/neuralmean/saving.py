@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from neuralmean import cascade
 from neuralmean.artefact import Artefact
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
@@ -15,7 +16,7 @@ from neuralmean.fitting import GUARANTEES, score_rows
 from neuralmean.layers import unwrap
 from neuralmean.moments import Moments
 from neuralmean.reference import Reference
-from neuralmean.scorers import Observation, VectorScorer, make_scorer
+from neuralmean.scorers import Observation, VectorScorer
 from neuralmean.version import __version__
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
     try:
         wanted = [(str(name), str(kind), int(channels)) for name, kind, channels in header["layers"]]
         fitted_class, digest, statistic = str(header["model_class"]), str(header["fingerprint"]), header["statistic"]
-        scorer = make_scorer(header["scorer"]["name"], header["scorer"]["options"])
+        scorer = cascade.make(header["scorer"]["name"], header["scorer"]["options"])
         head = header["head"]
         _check_model(model, wanted, fitted_class)
         detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=scorer)

@@ -8,6 +8,7 @@ from neuralmean.scorers.statistics import (
     class_means,
     distinct_columns,
     explained_share,
+    k_means,
     ledoit_wolf,
     low_rank,
     shrink_means,
@@ -58,7 +59,9 @@ def test_classes_that_are_alike_explain_nothing_on_average():
 def test_shrinking_by_hand():
     means, centre = torch.tensor([[3.0], [-1.0]]).double(), torch.tensor([1.0]).double()
     # share 1/2 and within 1: tau^2 = 1; a mean of 4 rows is kept by 1 / (1 + 1/4), one of 1 row by 1/2
-    shrunk = shrink_means(means, centre, torch.tensor([4, 1]), torch.tensor([1.0]).double(), torch.tensor([0.5]).double())
+    shrunk = shrink_means(
+        means, centre, torch.tensor([4, 1]), torch.tensor([1.0]).double(), torch.tensor([0.5]).double()
+    )
     assert shrunk.flatten().tolist() == pytest.approx([1 + 2 * 0.8, 1 - 2 * 0.5])
 
 
@@ -66,19 +69,39 @@ def test_shrinking_by_hand():
 def test_ledoit_wolf_equals_sklearn(shape):
     from sklearn.covariance import ledoit_wolf as peer
 
-    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1)).double() @ torch.randn(shape[1], shape[1]).double()
+    rows = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+        @ torch.randn(shape[1], shape[1]).double()
+    )
     expected, _ = peer(rows.numpy(), assume_centered=True)
     np.testing.assert_allclose(ledoit_wolf(rows).numpy(), expected, rtol=1e-9)
 
 
 def test_low_rank_is_exact_where_the_rank_suffices_and_best_otherwise():
-    matrix = torch.randn(6, 40).double()
-    left, right = low_rank(matrix, 10)
-    torch.testing.assert_close(left @ right, matrix)
-    left, right = low_rank(matrix, 2)
-    singular = torch.linalg.svdvals(matrix)
-    assert (left.shape, right.shape) == ((6, 2), (2, 40))
-    assert (left @ right - matrix).square().sum().item() == pytest.approx(singular[2:].square().sum().item())
+    matrix, counts = torch.randn(6, 40).double(), torch.tensor([4, 4, 4, 4, 4, 0])
+    left, right = low_rank(matrix, counts, 10)
+    torch.testing.assert_close((left @ right)[:5], matrix[:5])
+    assert not left[5].any()  # a class without rows is at the grand mean
+    left, right = low_rank(matrix[:5], counts[:5], 2)
+    singular = torch.linalg.svdvals(matrix[:5])
+    assert (left.shape, right.shape) == ((5, 2), (2, 40))
+    assert (left @ right - matrix[:5]).square().sum().item() == pytest.approx(singular[2:].square().sum().item())
+
+
+def test_classes_with_many_rows_are_approximated_best():
+    matrix = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double()
+    left, right = low_rank(matrix, torch.tensor([100, 1]), 1)
+    torch.testing.assert_close(left @ right, torch.tensor([[1.0, 0.0], [0.0, 0.0]]).double())
+
+
+def test_k_means_finds_clusters_that_are_there():
+    generator = torch.Generator().manual_seed(0)
+    places = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
+    rows = (places[:, None] + 0.1 * torch.randn(3, 50, 2, generator=generator)).reshape(-1, 2)
+    centres = k_means(rows, 3)
+    torch.testing.assert_close(centres[centres[:, 0].argsort(stable=True)].sum(0), places.sum(0), rtol=0, atol=0.1)
+    assert torch.cdist(centres, places).amin(1).max() < 0.1
+    assert torch.equal(centres, k_means(rows, 3))
 
 
 def test_a_sketch_adds_signed_columns_up():

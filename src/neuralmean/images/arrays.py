@@ -8,6 +8,7 @@ would unpack to absurdly more than it takes on disk, is refused. Every refusal i
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -160,7 +161,18 @@ class ArrayFile:
             raise InputError(f"it would unpack from {packed:,} to {unpacked:,} bytes")
 
 
-_DAMAGE = (OSError, ValueError, EOFError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    NotImplementedError,
+    SyntaxError,
+    MemoryError,
+    tokenize.TokenError,  # numpy parses the header of an array as Python
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def _reason(error: BaseException) -> str:

@@ -46,7 +46,7 @@ class Rows:
     @classmethod
     def of(cls, table: Tensor) -> Rows:
         """Return the rows of a table that is in memory, shape (N, D)."""
-        return cls(lambda: [table], *table.shape, table.dtype)
+        return cls(lambda: [table], table.shape[0], table.shape[1], table.dtype)
 
     def margins(self, weights: Tensor) -> Tensor:
         """Return `x_i · w_k + b_k`, shape (K, N), for weights (K, D + 1) whose last column is the intercept."""

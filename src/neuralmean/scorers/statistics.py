@@ -21,7 +21,8 @@ def distinct_columns(rows: Tensor, *, seed: int = 0) -> Tensor:
     _, inverse = torch.unique(signature, dim=0, return_inverse=True)
     first = torch.full((int(inverse.max()) + 1 if len(inverse) else 0,), len(varies), dtype=torch.int64)
     first.scatter_reduce_(0, inverse, torch.arange(len(varies)), "amin")
-    return varies[first.sort().values]
+    kept: Tensor = varies[first.sort().values]
+    return kept
 
 
 def class_means(rows: Tensor, classes: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
@@ -75,17 +76,37 @@ def ledoit_wolf(residuals: Tensor) -> Tensor:
     return (1 - delta) * sample + delta * mu * torch.eye(p, dtype=residuals.dtype)
 
 
-def low_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return `left` (K, R) and `right` (R, D) whose product is the best approximation of `matrix` of that rank."""
+def low_rank(matrix: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return `left` (K, R) and `right` (R, D) whose product approximates `matrix` best, rows weighted by their counts."""
     rank = min(rank, *matrix.shape)
+    weight = counts.to(matrix.dtype).sqrt().unsqueeze(1)
     # Through the small Gram matrix of the classes, as the columns are many; `eigh` fails on its repeated zeros.
-    left = torch.linalg.svd(matrix @ matrix.T)[0][:, :rank]
-    return left, left.T @ matrix
+    weighted = matrix * weight
+    basis = torch.linalg.svd(weighted @ weighted.T)[0][:, :rank]
+    return torch.where(weight > 0, basis / weight.clamp_min(1e-12), 0.0), basis.T @ weighted
 
 
-def sketch_columns(rows: Tensor, bucket: Tensor, sign: Tensor) -> Tensor:
+def k_means(rows: Tensor, clusters: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
+    """Return the centres of that many clusters, (K, D): Lloyd's algorithm from a k-means++ start, seeded."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = rows[torch.randint(len(rows), (1,), generator=generator)]
+    for _ in range(clusters - 1):
+        distance = torch.cdist(rows, centres).amin(dim=1).square().clamp_min(1e-30)
+        centres = torch.cat([centres, rows[torch.multinomial(distance, 1, generator=generator)]])
+    for _ in range(iterations):
+        nearest = torch.cdist(rows, centres).argmin(dim=1)
+        moved, counts = class_means(rows, nearest, clusters)
+        moved[counts == 0] = centres[counts == 0]
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres
+
+
+def sketch_columns(rows: Tensor, bucket: Tensor, sign: Tensor, width: int | None = None) -> Tensor:
     """Add the signed columns of each bucket up, (N, D) to (N, P): a count sketch, or the rows themselves if P = D."""
-    width = int(bucket.max()) + 1 if len(bucket) else 0
+    if width is None:  # an exported graph must be told
+        width = int(bucket.max()) + 1 if len(bucket) else 0
     if width == len(bucket):
         return rows
-    return torch.zeros(len(rows), width, dtype=rows.dtype).index_add_(1, bucket, rows * sign.to(rows.dtype))
+    return rows.new_zeros(rows.shape[0], width).index_add_(1, bucket, rows * sign.to(rows.dtype))

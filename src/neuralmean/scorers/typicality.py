@@ -20,33 +20,38 @@ from neuralmean.scorers.statistics import (
     class_means,
     distinct_columns,
     explained_share,
+    k_means,
     ledoit_wolf,
     low_rank,
     shrink_means,
     sketch_columns,
 )
 
-RANK = 64
+RANK = 32
+CLUSTERS = 20
+ROWS_PER_CLUSTER = 10
 FOLDS = 5
 ONE_FOLD_FROM = 5000
 LEAST_ROWS = 20
-TERMS = ("far", "angle", "feature", "energy")
+TERMS = ("far", "angle", "feature", "reach", "energy")
 
 
 class TypicalityScorer(VectorScorer):
-    r"""Adds up to four terms, each standardised on in-distribution rows that it was not learnt from.
+    r"""Adds up to five terms, each standardised on in-distribution rows that it was not learnt from.
 
-    With :math:`x` the NMD vector, :math:`h` the penultimate feature, :math:`l` the logits and :math:`p` their softmax:
+    With :math:`x` the NMD vector, :math:`h` the penultimate feature, :math:`l` the logits and :math:`p` the softmax of
+    the logits divided by their usual deviation:
 
-    - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from what the channel means of the predicted
+    - *far*: :math:`\\sum_c a_c |x_c - \\sum_k p_k \\mu_{kc}| / w_c`, the distance from what the channel means of the predicted
       class are, in units of the deviation within classes; :math:`a_c` is proportional to the share of the channel's
       variance that the class explains;
     - *angle*: minus the largest cosine between :math:`x` and a class mean, after whitening;
     - *feature*: the same of :math:`h`;
-    - *energy*: :math:`-\log \sum_k \exp l_k`.
+    - *reach*: :math:`-\\log \\sum_k \\exp l_k` over the length of the whitened :math:`x`;
+    - *energy*: :math:`-\\log \\sum_k \\exp l_k`.
 
-    Classes are the model's own predictions: no labels are needed. A model without classes has the *far* term with one
-    mean for all, and for *angle* and *feature* the whitened distance from it.
+    Classes are the model's own predictions: no labels are needed. For a model without classes, clusters of the vectors'
+    last columns (those of the deepest layers) stand in for them, and the terms are *far* and *angle*.
 
     Args:
         seed: Of the sketches and folds.
@@ -56,13 +61,17 @@ class TypicalityScorer(VectorScorer):
     needs = frozenset({"output", "feature"})
     options = ("seed",)
     learnt = (
-        "keep_", "centre_", "within_", "weight_", "left_", "right_",
+        "keep_", "centre_", "within_", "weight_", "left_", "right_", "temperature_", "clusters_",
         "angle_offset_", "angle_whiten_", "angle_target_",
         "feature_keep_", "feature_centre_", "feature_scale_", "feature_offset_", "feature_whiten_", "feature_target_",
         "term_mean_", "term_std_",
     )  # fmt: skip
 
     keep_: Tensor
+    clusters_: Tensor
+    temperature_: Tensor
+    left_: Tensor
+    weight_: Tensor
     term_mean_: Tensor
     term_std_: Tensor
 
@@ -104,10 +113,11 @@ class TypicalityScorer(VectorScorer):
         scaled = (terms - self.term_mean_) * root
         residual = self._residual(vectors).mean(dim=0) * root
         scaled[0] = (residual.abs() * self.weight_).sum() - self.term_mean_[0]
-        return (scaled / self.term_std_).sum()
+        total: Tensor = (scaled / self.term_std_).sum()
+        return total
 
     def contributions(self, vectors: Any) -> Tensor:
-        """Share of each channel in the *far* and *angle* terms, shape (N, D); with `terms` they add up to the score."""
+        """Share of each channel in *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
         inner = self._residual(vectors).abs() * self.weight_ / self.term_std_[0]
         inner = inner + self._angle.by_column(self._distinct(vectors)) / self.term_std_[1]
@@ -116,35 +126,37 @@ class TypicalityScorer(VectorScorer):
         return shares
 
     def terms(self, vectors: Any) -> dict[str, Tensor]:
-        """Return what does not belong to a channel: the *feature* and *energy* terms and the constant, (N,) each."""
+        """Return what does not belong to a channel: *feature*, *reach*, *energy* and the constant, (N,) each."""
         values = self._terms(vectors) / self.term_std_
         constant = -(self.term_mean_ / self.term_std_).sum().expand(len(values))
         rest = values[:, 1] - self._angle.by_column(self._distinct(vectors)).sum(dim=1) / self.term_std_[1]
-        return {"feature": values[:, 2], "energy": values[:, 3], "constant": constant + rest}
+        named = {name: values[:, index] for index, name in enumerate(TERMS) if index >= 2}
+        return {**named, "constant": constant + rest}
 
     def _learn(self, inliers: Observation) -> Self:
         """Learn everything but the scale of the terms."""
         self.__dict__.pop("_angle", None)
         self.__dict__.pop("_feature", None)
         logits, feature = inliers.output, inliers.feature
-        n_classes = logits.shape[1] if logits is not None and logits.dim() == 2 and logits.shape[1] > 1 else 1
-        classes = (
-            logits.argmax(dim=1)
-            if logits is not None and n_classes > 1
-            else torch.zeros(len(inliers), dtype=torch.int64)
-        )
         keep = distinct_columns(inliers.vector, seed=self.seed)
         if not len(keep):
             raise InputError(
                 "Expected inputs that differ from each other, but all have the same vector. Pass varied examples."
             )
         rows = inliers.vector[:, keep].double()
+        self.keep_ = keep.int()
+        self.clusters_, self.temperature_ = torch.zeros(0, 0), torch.tensor(1.0)
+        if logits is not None and logits.dim() == 2 and logits.shape[1] > 1:
+            classes, n_classes = logits.argmax(dim=1), logits.shape[1]
+            self.temperature_ = logits.std(dim=1).mean().clamp_min(1e-6)
+        else:
+            classes, n_classes = self._learn_clusters(rows)
         means, counts = class_means(rows, classes, n_classes)
         within, share = explained_share(rows, means, classes, counts)
         within = within.clamp_min(1e-12)
         centre = rows.mean(dim=0)
         shrunk = shrink_means(means, centre, counts, within, share)
-        left, right = low_rank((shrunk - centre) / within, RANK)
+        left, right = low_rank((shrunk - centre) / within, counts, RANK)
         weight = share / share.sum() if share.sum() > 0 else torch.full_like(share, 1 / len(share))
         self.keep_, self.centre_, self.within_, self.weight_ = (
             keep.int(),
@@ -163,6 +175,31 @@ class TypicalityScorer(VectorScorer):
         self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
         self._keep_angle("feature", feature, classes, n_classes, middle, scale)
         return self
+
+    def _learn_clusters(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Let clusters stand in for the classes of a model that has none; of few rows there is only one."""
+        count = min(CLUSTERS, len(rows) // ROWS_PER_CLUSTER)
+        if count < 2:
+            return torch.zeros(len(rows), dtype=torch.int64), 1
+        width = max(min(32, rows.shape[1]), rows.shape[1] // 8)
+        last = rows[:, -width:]
+        # Centres and rows are compared in units of each column's deviation; the first row of the state is that unit.
+        scale = (last - last.mean(dim=0)).square().mean(dim=0).sqrt().clamp_min(1e-12)
+        self.clusters_ = torch.cat([scale[None], k_means(last / scale, count, seed=self.seed)]).float()
+        return self._nearest_cluster(rows.float()), count
+
+    def _nearest_cluster(self, distinct: Tensor) -> Tensor:
+        scale, centres = self.clusters_[0], self.clusters_[1:]
+        return torch.cdist(distinct[:, -len(scale) :] / scale, centres).argmin(dim=1)
+
+    def _membership(self, observation: Observation) -> Tensor | None:
+        """How much each input belongs to each class, (N, K); None if there is one class only."""
+        if len(self.clusters_):
+            nearest = self._nearest_cluster(self._distinct(observation))
+            return torch.nn.functional.one_hot(nearest, len(self.clusters_) - 1).to(self.left_.dtype)
+        if observation.output is None or len(self.left_) < 2:
+            return None
+        return (observation.output / self.temperature_).softmax(dim=1)
 
     def _keep_angle(
         self, name: str, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
@@ -190,20 +227,20 @@ class TypicalityScorer(VectorScorer):
     def _residual(self, observation: Observation) -> Tensor:
         """Distance from the expected channel means in units of the within-class deviation, (N, D')."""
         residual = (self._distinct(observation) - self.centre_) / self.within_
-        if len(self.left_) > 1 and observation.output is not None:
-            residual = residual - observation.output.softmax(dim=1) @ self.left_ @ self.right_
-        return residual
+        membership = self._membership(observation)
+        return residual if membership is None else residual - membership @ self.left_ @ self.right_
 
     def _terms(self, observation: Observation) -> Tensor:
-        """Return the four terms of each input, (N, 4); one that the model has no signal for is 0."""
+        """Return the five terms of each input, (N, 5); one that the model has no signal for is 0."""
         far = self._residual(observation).abs() @ self.weight_
-        angle = self._angle(self._distinct(observation))
-        feature, energy = torch.zeros_like(far), torch.zeros_like(far)
+        angle, length = self._angle.with_length(self._distinct(observation))
+        feature = energy = reach = torch.zeros_like(far)
         if observation.feature is not None and len(self.feature_keep_):
-            feature = self._feature(observation.feature[:, self.feature_keep_.long()])
-        if observation.output is not None and len(self.left_) > 1:
+            feature = self._feature.with_length(observation.feature[:, self.feature_keep_.long()])[0]
+        if observation.output is not None and len(self.left_) > 1 and not len(self.clusters_):
             energy = -observation.output.logsumexp(dim=1)
-        return torch.stack([far, angle, feature, energy], dim=1)
+            reach = energy / length.clamp_min(1e-12)
+        return torch.stack([far, angle, feature, reach, energy], dim=1)
 
 
 @dataclass(frozen=True)
@@ -237,13 +274,13 @@ class _Angle:
         parts = (centre, scale, offset, whiten, target)
         return cls(bucket, sign, *(part.float() for part in parts))
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the term of each row, (N,)."""
+    def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the term of each row and the whitened length of the row, (N,) each."""
         whitened = self._whitened(rows)
         length = whitened.norm(dim=1)
         if not len(self.target):
-            return length
-        return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12)
+            return length, length
+        return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12), length
 
     def by_column(self, rows: Tensor) -> Tensor:
         """Share of each column in the term, (N, D): cosine and distance are linear in the columns once the length is known."""
@@ -251,10 +288,15 @@ class _Angle:
         length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
         direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
         along = direction / length @ self.whiten.T
-        return (rows - self.centre) / self.scale * self.sign * along[:, self.bucket]
+        shares: Tensor = (rows - self.centre) / self.scale * self.sign * along[:, self.bucket]
+        return shares
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        return (sketch_columns((rows - self.centre) / self.scale, self.bucket, self.sign) - self.offset) @ self.whiten
+        standard = (rows - self.centre) / self.scale
+        whitened: Tensor = (
+            sketch_columns(standard, self.bucket, self.sign, len(self.offset)) - self.offset
+        ) @ self.whiten
+        return whitened
 
 
 def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor]:
