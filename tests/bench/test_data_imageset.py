@@ -39,6 +39,13 @@ class TestDigest:
         assert ImageSet.of(columns, np.arange(5, dtype=np.uint8), name="x", split="test").digest == _set().digest
 
 
+def test_sets_can_be_compared_and_kept_in_dicts():
+    one, other = _set(), _set()
+    assert one == one
+    assert one != other
+    assert {one: 1}[one] == 1
+
+
 class TestLimit:
     def test_draws_rows_in_their_old_order(self):
         part = _set(50).limit(20)

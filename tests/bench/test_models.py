@@ -314,7 +314,8 @@ class TestUntrained:
         ("resnet44-cifar10", "cifar10", 93.10),
         ("resnet56-cifar10", "cifar10", 93.39),
         ("densenet100-cifar10", "cifar10", 94.54),
-        ("densenet100-cifar100", "cifar100", 73.9),
+        # The README of the weights says 73.9; the normalisation that the file itself names gives 75.06.
+        ("densenet100-cifar100", "cifar100", 75.06),
         ("convnet4-cifar10", "cifar10", 78.5),
     ],
 )

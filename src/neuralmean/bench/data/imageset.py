@@ -20,11 +20,12 @@ SIZE = 32
 Fit = Literal["resize", "crop"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageSet:
     """Images (N, 32, 32, 3) uint8 with their labels (N,) int64, where there are any.
 
-    `digest` covers pixels and labels: two sets with the same digest hold the same images in the same order.
+    `digest` covers pixels and labels: two sets with the same digest hold the same images in the same order. Compare it;
+    the sets themselves are equal only to themselves.
     """
 
     images: npt.NDArray[np.uint8]

@@ -24,7 +24,7 @@ SIZE = 32
 Triple = tuple[float, float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainedModel:
     """A model in eval mode and all that is needed to show it an image.
 
