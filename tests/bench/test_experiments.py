@@ -21,7 +21,7 @@ from neuralmean.errors import InputError, NeuralMeanWarning
 
 SETS = {"cifar10-train": 60, "cifar10-test": 60, "svhn-train": 60, "svhn-test": 60, "imagenet-crop": 150}
 NEAR = {"cifar100-train": 60, "cifar100-test": 60}
-ON_RESNET20 = ["transfer", "latency", "layers", "variance", "batch-size", "untrained"]
+ON_RESNET20 = ["transfer", "latency", "layers", "variance", "batch-size", "untrained", "ablation"]
 
 
 def write_sets(folder, sets):
@@ -225,6 +225,7 @@ class TestAvailable:
             "variance",
             "batch-size",
             "untrained",
+            "ablation",
         ]
 
 

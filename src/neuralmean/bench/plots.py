@@ -42,6 +42,8 @@ def draw(experiment: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> list[
         return [_latency(rows)]
     if experiment == "variance":
         return []
+    if experiment == "ablation":
+        return [_ladder(experiment, model, inside, rows) for model, inside in _pairs(rows)]
     return [_bars(experiment, model, inside, rows) for model, inside in _pairs(rows)]
 
 
@@ -74,6 +76,32 @@ def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot
     axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
     axes.legend(fontsize=7, ncols=min(6, len(methods)), loc="lower center", bbox_to_anchor=(0.5, -0.42), frameon=False)
     alt = f"Bars of AUROC by method and OOD set, {_model(model)} on {_set(inside)}"
+    return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
+
+
+def _ladder(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot:
+    """Mean AUROC over the OOD sets: peers, ours, and parts of ours, one bar each."""
+    found: dict[str, list[float]] = {}
+    ours: dict[str, bool] = {}
+    for row in rows:
+        if (row["model"], row["id"]) == (model, inside) and row["auroc"] is not None:
+            setting = row.get("setting")
+            label = setting or _title(row["method"])
+            found.setdefault(label, []).append(row["auroc"])
+            ours[label] = str(row["method"]).startswith("ours")
+    means = {label: sum(values) / len(values) for label, values in found.items()}
+    figure, axes = _figure(width=7.0, height=1.0 + 0.22 * len(means))
+    axes.barh(range(len(means)), list(means.values()), color=[RED if ours[label] else BLUE for label in means])
+    for place, value in enumerate(means.values()):
+        axes.annotate(
+            f"{value:.1f}", (value, place), fontsize=7, va="center", xytext=(3, 0), textcoords="offset points"
+        )
+    axes.set_yticks(range(len(means)), list(means), fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(min(60.0, *means.values(), 100.0) - 2, 101)
+    axes.set_xlabel("mean AUROC over the OOD sets, %", fontsize=8)
+    axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
+    alt = f"Mean AUROC of peers, of ours and of its parts, {_model(model)} on {_set(inside)}"
     return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
 
 

@@ -110,7 +110,8 @@ def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
     for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
         own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
         caption = f"{models.architecture(model).title}, {_set_title(inside)} as ID"
-        if len({row["ood"] for row in own}) > 1 and not any(row.get("setting") for row in own):
+        varied = any(row.get("setting") for row in own)
+        if len({row["ood"] for row in own}) > 1 and (name == "ablation" or not varied):
             tables.append(_overview(caption, own))
         tables.append(_detail(caption, own))
     return tables
@@ -119,14 +120,14 @@ def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
 def _overview(caption: str, rows: Sequence[Row]) -> Table:
     """AUROC of methods by OOD sets."""
     oods = list(dict.fromkeys(row["ood"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    cells = {(row["method"], row["ood"]): row["auroc"] for row in rows}
+    methods = list(dict.fromkeys(label_of(row) for row in rows))
+    cells = {(label_of(row), row["ood"]): row["auroc"] for row in rows}
     lines = []
     for method in methods:
         values = [cells.get((method, ood)) for ood in oods]
         known = [value for value in values if value is not None]
         mean = sum(known) / len(known) if known else None
-        lines.append((method_title(method), *map(_percent, values), _percent(mean)))
+        lines.append((method, *map(_percent, values), _percent(mean)))
     columns = ("method", *map(_set_title, oods), "mean")
     return Table(f"{caption}: AUROC at a glance", columns, tuple(lines), names=1)
 
@@ -156,9 +157,8 @@ def _detail(caption: str, rows: Sequence[Row]) -> Table:
         for metric in ("auroc", "tnr95", "accuracy"):
             theirs = None if printed is None else getattr(printed, metric)
             figures += [_with_spread(row, metric), *_compare(row[metric], theirs, mark)]
-        label = method_title(row["method"]) + (f", {row['setting']}" if row.get("setting") else "")
         fitted = f"{row.get('n_fit_id') or 0:,} / {row.get('n_fit_ood') or 0:,}"
-        lines.append((_set_title(row["ood"]), label, *figures, f"{row['n_id']:,} / {row['n_ood']:,}", fitted))
+        lines.append((_set_title(row["ood"]), label_of(row), *figures, f"{row['n_id']:,} / {row['n_ood']:,}", fitted))
     return Table(caption, columns, tuple(lines), names=2)
 
 
@@ -205,6 +205,11 @@ def _latency_table(rows: Sequence[Row]) -> Table:
 def method_title(name: str) -> str:
     """What a method is called in tables; its name, where it is not known any more."""
     return baselines.make(name).title if name in baselines.names() else name
+
+
+def label_of(row: Row) -> str:
+    """What a row is called in tables: its method, and what is varied besides."""
+    return method_title(row["method"]) + (f", {row['setting']}" if row.get("setting") else "")
 
 
 def _set_title(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from neuralmean.bench.experiments.ablation import Ablation
 from neuralmean.bench.experiments.base import Case, Experiment
 from neuralmean.bench.experiments.batch_size import BatchSize
 from neuralmean.bench.experiments.few_shot import FewShot
@@ -43,6 +44,7 @@ _EXPERIMENTS: dict[str, Experiment] = {
         Variance(),
         BatchSize(),
         Untrained(),
+        Ablation(),
     )
 }
 
