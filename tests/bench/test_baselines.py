@@ -130,7 +130,7 @@ class TestEveryMethod:
         scores, cost = score_set(method, trained, judged[1], read)
         assert scores.shape == (20,)
         assert np.isfinite(scores).all()
-        assert cost.passes >= 20
+        assert cost.passes >= (0 if name in ("cntk", "scntk") else 20)  # kernels of an architecture: no model runs
         for key, value in trained.model.state_dict().items():
             torch.testing.assert_close(value, before[key], rtol=0, atol=0)
         assert not any(module._forward_pre_hooks for module in trained.model.modules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,17 +12,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from neuralmean.bench import baselines, protocols
-from neuralmean.bench.baselines import gram, mahalanobis, odin
+from neuralmean.bench.baselines import (
+    acet,
+    cntk,
+    energy_ft,
+    finetune,
+    godin,
+    good,
+    gram,
+    mahalanobis,
+    odin,
+    oe,
+    one_d,
+    scntk,
+)
 from neuralmean.bench.baselines.activations import OUTPUT, capturing, convolutions, pooled, stages
 from neuralmean.bench.baselines.base import View
+from neuralmean.bench.baselines.finetune import Budget, Tuner, counted_copy, replace_head
 from neuralmean.bench.baselines.gaussians import Gaussians
-from neuralmean.bench.baselines.measure import Meter
+from neuralmean.bench.baselines.measure import Meter, metered
 from neuralmean.bench.baselines.perturbation import hold_out, quality, signs
 from neuralmean.bench.baselines.trial import fit_method, score_set
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.models import TrainedModel, build
 from neuralmean.bench.protocols import EvalSet, FitSet
-from neuralmean.errors import InputError, LayerNotFiredError, NotFittedError
+from neuralmean.errors import InputError, LayerNotFiredError, NeuralMeanWarning, NotFittedError
 from neuralmean.fingerprint import fingerprint
 
 STD = (0.2, 0.25, 0.5)
@@ -371,7 +386,336 @@ class TestGram:
         assert sizes[0] == sizes[1]
 
 
-IMAGE_METHODS = ["odin", "mahalanobis", "mahalanobis-id", "gram"]
+class TestFineTuning:
+    def test_a_run_that_was_killed_goes_on_to_the_same_numbers(self, trained, draw, tmp_path, monkeypatch):
+        from neuralmean.bench.train import loop
+
+        whole = _fit_in("oe", trained, draw, tmp_path / "whole")
+        steps, real = [], loop._step
+
+        def dying(*args):
+            if len(steps) == 1:
+                raise KeyboardInterrupt
+            steps.append(1)
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "_step", dying)
+            patch.setattr(finetune, "Setting", partial(loop.Setting, checkpoint_seconds=-1.0))
+            with pytest.raises(KeyboardInterrupt):
+                _fit_in("oe", trained, draw, tmp_path / "cut")
+        assert (tmp_path / "cut" / "oe.safetensors").exists()
+        resumed = []
+        monkeypatch.setattr(loop, "_step", lambda *args: resumed.append(args[-1]) or real(*args))
+        again = _fit_in("oe", trained, draw, tmp_path / "cut")
+        assert resumed == [1]  # of steps 0 and 1
+        for key, value in whole.network.state_dict().items():
+            torch.testing.assert_close(again.network.state_dict()[key], value, rtol=0, atol=0)
+
+    def test_a_damaged_checkpoint_starts_anew_with_a_message(self, trained, draw, tmp_path):
+        whole = _fit_in("oe", trained, draw, tmp_path)
+        (tmp_path / "oe.safetensors").write_bytes(b"damaged")
+        with pytest.warns(NeuralMeanWarning, match=r"it is damaged .* Training starts anew"):
+            again = _fit_in("oe", trained, draw, tmp_path)
+        for key, value in whole.network.state_dict().items():
+            torch.testing.assert_close(again.network.state_dict()[key], value, rtol=0, atol=0)
+
+    def test_the_copy_learns(self, trained, draw):
+        method = fitted("energy-ft", trained, draw)
+        changed = [
+            not torch.equal(mine, value)
+            for mine, value in zip(
+                method.network.state_dict().values(), trained.model.state_dict().values(), strict=True
+            )
+        ]
+        assert any(changed)
+        assert not method.network.training
+
+    def test_a_copy_counts_as_the_model_and_is_left_with_it(self, trained, batch):
+        copy = counted_copy(trained.model)
+        with metered(trained.model) as watch:
+            copy(batch)
+        assert watch.cost.passes == 8
+        assert not copy._forward_pre_hooks
+
+    def test_more_images_than_the_budget_are_left_out(self, trained, draw):
+        from neuralmean.bench.baselines.finetune import _pixels
+
+        view = View(trained, draw.inliers.source, None, reads=frozenset({"images"}), reader=no_features, meter=Meter())
+        images, rows = _pixels(view, Budget(images=7), 0)
+        assert images.shape == (7, 3, 32, 32)
+        np.testing.assert_array_equal(images.permute(0, 2, 3, 1).numpy(), draw.inliers.source.images[rows.numpy()])
+
+    def test_outliers_that_are_not_there_are_an_error(self, trained):
+        tuner = Tuner(trained.model, lambda *_: torch.zeros(()), trained)
+        with pytest.raises(InputError, match=r"Expected OOD images to train with, but got none"):
+            tuner.draw_outliers(3, torch.Generator())
+
+    def test_a_model_without_a_linear_end_has_no_head_to_replace(self, batch):
+        model = nn.Sequential(nn.Conv2d(3, 2, 32), nn.Flatten())
+        with pytest.raises(InputError, match=r"Expected the model to end in a linear layer, but it does not"):
+            replace_head(model, batch[:1], nn.Identity)
+
+    def test_digits_are_not_mirrored(self, trained):
+        from dataclasses import replace
+
+        digits = replace(trained, metadata={"dataset": "SVHN"})
+        assert not Tuner(trained.model, lambda *_: torch.zeros(()), digits)._flip
+        assert Tuner(trained.model, lambda *_: torch.zeros(()), trained)._flip
+
+
+def _fit_in(name, trained, draw, folder):
+    method = baselines.make(name)
+    fit_method(method, trained, draw, no_features, folder)
+    return method
+
+
+def test_exposure_loss_agrees_with_pytorch_ood():
+    from pytorch_ood.loss import OutlierExposureLoss
+
+    logits, labels = torch.randn(10, 4), torch.tensor([0, 1, 2, 3, 0] + [-1] * 5)
+    expected = OutlierExposureLoss(alpha=0.5, reduction="sum")(logits, labels) / 5  # five images of either kind
+    torch.testing.assert_close(oe.exposure_loss(logits[:5], labels[:5], logits[5:]), expected)
+
+
+def test_energy_loss_agrees_with_a_loop():
+    inside, labels, outside = torch.randn(5, 3) * 9 + 20, torch.tensor([0, 1, 2, 0, 1]), torch.randn(4, 3) * 9
+    total = 0.0
+    for logits, label in zip(inside.double(), labels, strict=True):
+        energy = -torch.log(torch.exp(logits).sum())
+        total += -torch.log(torch.softmax(logits, 0)[label]) / 5 + 0.1 * max(0.0, energy + 23.0) ** 2 / 5
+    for logits in outside.double():
+        total += 0.1 * max(0.0, -5.0 + torch.log(torch.exp(logits).sum())) ** 2 / 4
+    torch.testing.assert_close(energy_ft.energy_loss(inside, labels, outside).double(), total, rtol=1e-4, atol=1e-6)
+
+
+def test_the_dividing_head_is_cosine_over_gate():
+    torch.manual_seed(0)
+    head = godin.DividingHead(nn.Linear(4, 3))
+    feature = torch.randn(6, 4)
+    pre = head.gate(feature)[:, 0]
+    gate = torch.sigmoid((pre - pre.mean()) / (pre.var(correction=0) + 1e-5).sqrt())
+    for n in range(6):
+        for k in range(3):
+            cosine = feature[n] @ head.weight[k] / (feature[n].norm() * head.weight[k].norm())
+            torch.testing.assert_close(head.train()(feature)[n, k], cosine / gate[n])
+            torch.testing.assert_close(head.eval()(feature)[n, k], cosine)
+
+
+def test_the_step_of_generalized_odin_is_chosen_on_inliers_alone(trained, draw):
+    method = fitted("g-odin", trained, draw)
+    batch = trained.preprocess(draw.inliers.source.images)
+    x = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(method.network(x).amax(dim=1).sum(), x)
+    direction = gradient.sign() / torch.tensor(STD).view(1, 3, 1, 1)
+    with torch.no_grad():
+        sums = [float(method.network(batch + step * direction).amax(dim=1).sum()) for step in godin.STEPS]
+        expected = -method.network(batch + method.step * direction).amax(dim=1)
+    assert method.step == godin.STEPS[int(np.argmax(sums))]
+    np.testing.assert_allclose(score(method, trained, draw.inliers.source), expected.numpy(), rtol=1e-4, atol=1e-6)
+    assert not method.uses_outliers
+
+
+def test_the_subspace_head_has_orthonormal_directions_and_trains_on_absolute_cosines():
+    torch.manual_seed(0)
+    head = one_d.SubspaceHead(nn.Linear(5, 3))
+    torch.testing.assert_close(head.weight @ head.weight.T, torch.eye(3), atol=1e-5, rtol=0)
+    feature = torch.randn(2, 5)
+    expected = (feature @ head.weight.T).abs() / feature.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(head.train()(feature), expected)
+    torch.testing.assert_close(head.eval()(feature), feature)
+    assert not list(head.parameters())
+
+
+def test_angles_to_the_first_singular_vectors():
+    features = torch.tensor([[1.0, 0.0], [-3.0, 0.0], [0.0, 2.0], [0.0, 1.0]])
+    axes = one_d.class_axes(features, torch.tensor([0, 0, 1, 1]))
+    torch.testing.assert_close(axes.abs(), torch.eye(2).double())
+    found = one_d.angles(torch.tensor([[-5.0, 0.0], [1.0, 1.0], [1.0, 3**0.5]]), axes)
+    expected = torch.tensor([0.0, 45.0, 30.0]).double().deg2rad()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+class TestAcet:
+    def test_the_attack_stays_near_and_raises_confidence(self, trained, batch):
+        start = torch.rand(4, 3, 32, 32)
+        model = trained.model.train()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        worst = acet.attack(model, start, model, radius=0.1)
+        assert model.training
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        model.eval()
+        assert float((worst - start).abs().max()) <= 0.1 + 1e-6
+        assert float(worst.min()) >= 0.0
+        assert float(worst.max()) <= 1.0
+        with torch.no_grad():
+            sure = [F.softmax(model(x), dim=1).amax(dim=1) for x in (start, worst)]
+        assert (sure[1] > sure[0]).all()
+
+    def test_the_loss_agrees_with_a_loop(self):
+        inside, labels, noise = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1]), torch.randn(4, 3)
+        expected = -sum(torch.log(torch.softmax(inside[i], 0)[labels[i]]) for i in range(5)) / 5
+        expected = expected + sum(torch.log(torch.softmax(noise[i], 0).max()) for i in range(4)) / 4
+        torch.testing.assert_close(acet.acet_loss(inside, labels, noise), expected)
+
+    def test_noise_has_full_contrast_and_is_smooth(self):
+        images = torch.rand(6, 3, 32, 32)
+        noise = acet.make_noise(images, torch.Generator().manual_seed(0))
+        assert noise.shape == images.shape
+        torch.testing.assert_close(noise.amin(dim=(1, 2, 3)), torch.zeros(6))
+        torch.testing.assert_close(noise.amax(dim=(1, 2, 3)), torch.ones(6))
+        roughness = [(x[..., 1:] - x[..., :-1]).std() / x.std() for x in (images, noise)]
+        assert roughness[1] < 0.6 * roughness[0]
+
+    def test_blur_agrees_with_scipy(self):
+        from scipy.ndimage import gaussian_filter1d
+
+        images = torch.rand(1, 3, 16, 16).double()
+        expected = images.numpy()
+        for axis in (2, 3):
+            expected = gaussian_filter1d(expected, 1.2, axis=axis, radius=3, mode="mirror")
+        np.testing.assert_allclose(acet._blur(images, 1.2).numpy(), expected, rtol=1e-6)
+
+
+class TestGood:
+    @pytest.fixture
+    def network(self):
+        torch.manual_seed(0)
+        return good.SmallNetwork(3, size=8)
+
+    def test_the_bound_holds_for_images_in_the_box(self, network):
+        low, high = torch.rand(2, 3, 8, 8), None
+        high = low + 0.1
+        with torch.no_grad():
+            bound = network.largest_gap(low, high)
+            for _ in range(50):
+                logits = network(low + 0.1 * torch.rand_like(low))
+                assert ((logits.amax(dim=1) - logits.amin(dim=1)) <= bound + 1e-5).all()
+
+    def test_the_bound_of_a_point_is_its_gap(self, network):
+        images = torch.rand(4, 3, 8, 8)
+        with torch.no_grad():
+            logits = network(images)
+            torch.testing.assert_close(network.largest_gap(images, images), logits.amax(dim=1) - logits.amin(dim=1))
+
+    def test_intervals_of_a_linear_layer_by_hand(self):
+        layer = nn.Linear(2, 1)
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([[2.0, -3.0]]))
+            layer.bias.fill_(1.0)
+            centre, radius = good.interval(layer, torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.1]]))
+        assert float(centre) == 0.0
+        assert float(radius) == pytest.approx(1.3)
+
+    def test_the_easiest_images_are_bounded_and_the_others_are_not(self):
+        found = good.bound_loss(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([0.5, 4.0, 0.25]), quantile=2 / 3)
+        expected = np.mean([np.log(1.0 / 2 + 1), np.log(4.0 / 2 + 1), np.log(16.0 / 2 + 1)])
+        assert float(found) == pytest.approx(expected)
+
+    def test_bounds_are_for_its_own_network(self, trained, draw):
+        tuner = Tuner(trained.model, baselines.make("good").loss, trained)
+        with pytest.raises(TypeError, match=r"bounds are known for this method's own network only"):
+            tuner.loss(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]), torch.Generator())
+
+
+def _relu_moments(a, b, c):
+    """2 E[relu relu], 2 E[relu' relu'] for a Gaussian pair with variances a, b and covariance c (Cho & Saul 2009)."""
+    angle = np.arccos(np.clip(c / np.sqrt(a * b), -1, 1))
+    return np.sqrt(a * b) * (np.sin(angle) + (np.pi - angle) * np.cos(angle)) / np.pi, (np.pi - angle) / np.pi
+
+
+def _cosine_moments(a, b, c):
+    """E[2 cos cos], E[2 sin sin] with one uniform phase."""
+    return np.exp(-(a + b - 2 * c) / 2), np.exp(-(a + b - 2 * c) / 2)
+
+
+def _reference_tangent_kernel(x, y, moments, layers):
+    """The recursion over every pair of positions, one at a time."""
+    pairs = {"xy": (x, y), "xx": (x, x), "yy": (y, y)}
+    value = {key: np.einsum("chw,cij->hwij", a, b) / len(a) for key, (a, b) in pairs.items()}
+    tangent = np.zeros_like(value["xy"])
+    for kernel, stride in layers:
+        size = (value["xy"].shape[0] - kernel) // stride + 1
+
+        def patch_mean(full, size=size, kernel=kernel, stride=stride):
+            out = np.zeros((size,) * 4)
+            for h, w, i, j in np.ndindex(out.shape):
+                for d, e in np.ndindex(kernel, kernel):
+                    out[h, w, i, j] += full[stride * h + d, stride * w + e, stride * i + d, stride * j + e] / kernel**2
+            return out
+
+        before = {key: patch_mean(one) for key, one in value.items()}
+        theta = before["xy"] + patch_mean(tangent)
+        slope = np.zeros_like(theta)
+        value = {key: np.zeros_like(one) for key, one in before.items()}
+        for place in np.ndindex(theta.shape):
+            for key, (first, second) in {"xy": ("xx", "yy"), "xx": ("xx", "xx"), "yy": ("yy", "yy")}.items():
+                a, b = before[first][place[:2] * 2], before[second][place[2:] * 2]
+                found = moments(a, b, before[key][place])
+                value[key][place] = found[0]
+                if key == "xy":
+                    slope[place] = found[1]
+        tangent = theta * slope
+    return (value["xy"] + tangent).mean()
+
+
+class TestKernels:
+    LAYERS = ((2, 1), (3, 2))  # 6 x 6 -> 5 x 5 -> 2 x 2
+
+    @pytest.mark.parametrize(
+        ("dual", "moments"),
+        [(cntk.relu_dual, _relu_moments), (scntk.cosine_dual, _cosine_moments)],
+        ids=["cntk", "scntk"],
+    )
+    def test_nine_offsets_give_what_all_pairs_of_positions_give(self, dual, moments):
+        torch.manual_seed(0)
+        left, right = torch.randn(2, 3, 6, 6).double(), torch.randn(3, 3, 6, 6).double()
+        found = cntk.tangent_kernel(left, right, dual, self.LAYERS)
+        for n, m in np.ndindex(2, 3):
+            expected = _reference_tangent_kernel(left[n].numpy(), right[m].numpy(), moments, self.LAYERS)
+            assert float(found[n, m]) == pytest.approx(expected, rel=1e-9)
+
+    def test_a_wide_network_has_nearly_this_tangent_kernel(self):
+        torch.manual_seed(0)
+        images, width = torch.randn(2, 3, 6, 6), 400
+        weights = [torch.randn(width, 3, 2, 2), torch.randn(width, width, 3, 3), torch.randn(1, width)]
+        weights = [weight.requires_grad_() for weight in weights]
+
+        def network(x):
+            x = (F.conv2d(x, weights[0]) / (3 * 4) ** 0.5).relu() * 2**0.5
+            x = (F.conv2d(x, weights[1], stride=2) / (width * 9) ** 0.5).relu() * 2**0.5
+            return (x.mean(dim=(2, 3)) @ weights[2].T / width**0.5).squeeze()
+
+        slopes = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(network(image[None]), weights)]) for image in images
+        ]
+        found = cntk.tangent_kernel(images, images, cntk.relu_dual, self.LAYERS)
+        for n, m in ((0, 0), (0, 1), (1, 1)):
+            assert float(slopes[n] @ slopes[m]) == pytest.approx(float(found[n, m]), rel=0.1)
+
+    def test_the_kernel_is_symmetric_and_positive_in_the_shape_of_convnet4(self):
+        torch.manual_seed(0)
+        images = torch.randn(4, 3, 32, 32).double()
+        for name in ("cntk", "scntk"):
+            kernel = baselines.make(name).kernel(images, images)
+            torch.testing.assert_close(kernel, kernel.T)
+            assert float(torch.linalg.eigvalsh(kernel).min()) > 0
+
+    @pytest.mark.parametrize("name", ["cntk", "scntk"])
+    def test_the_score_is_minus_the_sum_of_kernel_values(self, name, trained, draw):
+        method = fitted(name, trained, draw)
+        images = make_images(3, seed=9, name="x", split="test")
+        left, right = (trained.preprocess(one.images) for one in (images, draw.inliers.source))
+        expected = -method.kernel(left, right).double().sum(dim=1)
+        np.testing.assert_allclose(score(method, trained, images), expected.numpy(), rtol=1e-5)
+
+    def test_images_that_are_too_small_are_an_error(self):
+        with pytest.raises(InputError, match=r"Expected images that 4 convolutions fit into, but got \(1, 3, 8, 8\)"):
+            cntk.tangent_kernel(torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8), cntk.relu_dual, cntk.LAYERS)
+
+
+FINE_TUNED = ["oe", "energy-ft", "g-odin", "1d", "acet", "good"]
+IMAGE_METHODS = ["odin", "mahalanobis", "mahalanobis-id", "gram", "cntk", "scntk", *FINE_TUNED]
 
 
 @pytest.mark.parametrize("name", IMAGE_METHODS)
@@ -393,4 +737,4 @@ class TestEvery:
         from dataclasses import replace
 
         assert baselines.make(name).suits(trained)
-        assert not baselines.make(name).suits(replace(trained, num_classes=0))
+        assert baselines.make(name).suits(replace(trained, num_classes=0)) == (name in ("cntk", "scntk"))

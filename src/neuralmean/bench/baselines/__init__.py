@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from neuralmean.bench.baselines.acet import Acet
 from neuralmean.bench.baselines.ash import Ash
 from neuralmean.bench.baselines.base import Context, Method, Read, View
+from neuralmean.bench.baselines.cntk import Cntk
 from neuralmean.bench.baselines.dk import DeepKernel
 from neuralmean.bench.baselines.energy import Energy
+from neuralmean.bench.baselines.energy_ft import EnergyFineTuned
 from neuralmean.bench.baselines.fdbd import Fdbd
 from neuralmean.bench.baselines.gen import Gen
+from neuralmean.bench.baselines.godin import GeneralizedOdin
+from neuralmean.bench.baselines.good import Good
 from neuralmean.bench.baselines.gram import Gram
 from neuralmean.bench.baselines.knn import Knn
 from neuralmean.bench.baselines.mahalanobis import Mahalanobis, MahalanobisId
@@ -21,10 +26,13 @@ from neuralmean.bench.baselines.measure import Cost
 from neuralmean.bench.baselines.msp import Msp
 from neuralmean.bench.baselines.nac import Nac
 from neuralmean.bench.baselines.odin import Odin
+from neuralmean.bench.baselines.oe import OutlierExposure
+from neuralmean.bench.baselines.one_d import OneDimensional
 from neuralmean.bench.baselines.ours import NeuralMean, scorers_known
 from neuralmean.bench.baselines.react import React
 from neuralmean.bench.baselines.rmds import Rmds
 from neuralmean.bench.baselines.scale import Scale
+from neuralmean.bench.baselines.scntk import Scntk
 from neuralmean.bench.baselines.vim import Vim
 from neuralmean.bench.models.registry import suggestion
 from neuralmean.errors import InputError
@@ -39,8 +47,9 @@ def _makers() -> dict[str, Callable[[], Method]]:
         if scorer in known:
             own += [partial(NeuralMean, scorer, statistic="variance"), partial(NeuralMean, scorer, statistic="both")]
     from_features = (Knn, Vim, React, Ash, Scale, Rmds, Gen, Fdbd, Nac, DeepKernel)
-    from_images = (Odin, Mahalanobis, MahalanobisId, Gram)
-    return {maker().name: maker for maker in (Msp, Energy, *from_images, *from_features, *own)}
+    from_images = (Odin, Mahalanobis, MahalanobisId, Gram, Cntk, Scntk)
+    fine_tuned = (OutlierExposure, EnergyFineTuned, GeneralizedOdin, OneDimensional, Acet, Good)
+    return {maker().name: maker for maker in (Msp, Energy, *from_images, *fine_tuned, *from_features, *own)}
 
 
 def names() -> list[str]:

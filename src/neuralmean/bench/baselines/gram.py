@@ -1,4 +1,4 @@
-"""Deviations of feature co-occurrences (Sastry & Oore, ICML 2020, Eq. 2 to 5 and Algorithms 1 and 2)."""
+"""Deviations of feature co-occurrences (Sastry & Oore, ICML 2020, Sec. 3)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+r"""The convolutional neural tangent kernel of ConvNet-4 (Arora et al., NeurIPS 2019, Sec. 4), exactly, without training.
+
+For a network that ends in an average over positions, the kernel of two images needs the covariance of every position of
+one with every position of the other: 29² x 29² numbers for the first layer of ConvNet-4. But strides let most of them
+go unused. The last map has 2 x 2 positions, so pairs of positions there differ by one of nine offsets, and a layer's
+patches move both positions alike: every layer before needs nine offsets too, each a map that is averaged over patches
+like an image. That is exact and a hundred times less work, so that no jax is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from neuralmean.bench.baselines.base import Context, Method, View
+from neuralmean.bench.baselines.perturbation import batches_of, hold_out
+from neuralmean.bench.models import TrainedModel
+from neuralmean.errors import InputError, NotFittedError
+
+LAYERS = ((4, 1), (4, 2), (4, 2), (3, 2))  # (kernel, stride) of ConvNet-4's convolutions
+INLIERS = 100  # images that kernels are evaluated at; the paper does not say how many
+PAIRS = 2000  # pairs of images at a time
+
+Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Maps covariance and both variances before an activation to the covariances of its value and of its derivative."""
+
+
+class Cntk(Method):
+    r"""Scores an image by minus the sum of its kernel values with in-distribution images.
+
+    .. math::
+        s(x) = -\sum_i \kappa(x, x_i)
+
+    The kernel is that of ConvNet-4 with ReLU and infinitely many channels; batch norms have no part in it. It depends
+    on the architecture only: the weights are not used.
+    """
+
+    name = "cntk"
+    title = "CNTK"
+    paper = "Arora et al., On Exact Computation with an Infinitely Wide Neural Net, NeurIPS 2019"
+    reads = frozenset({"images"})
+    heavy = True
+
+    def __init__(self) -> None:
+        self._inliers: Tensor | None = None
+
+    def fit(self, context: Context) -> None:
+        """Keep some of the inliers."""
+        rows = hold_out(len(context.inliers), seed=context.seed, share=1.0, most=INLIERS).validation
+        self._inliers = torch.cat(list(batches_of(context.trained, context.inliers, rows)))
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        if self._inliers is None:
+            raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
+        size = max(1, PAIRS // len(self._inliers))
+        found = [self.kernel(batch, self._inliers).double().sum(dim=1) for batch in examples.batches(size)]
+        return -torch.cat(found)
+
+    def suits(self, trained: TrainedModel) -> bool:
+        """Any model: none is used."""
+        return True
+
+    def kernel(self, left: Tensor, right: Tensor) -> Tensor:
+        """Kernel values of images (N, 3, H, W) with images (M, 3, H, W), shape (N, M)."""
+        return tangent_kernel(left, right, relu_dual, LAYERS)
+
+
+def tangent_kernel(left: Tensor, right: Tensor, dual: Dual, layers: Sequence[tuple[int, int]]) -> Tensor:
+    r"""Neural tangent kernel of convolutions without padding, an average over all positions, and a linear layer.
+
+    .. math::
+        \Sigma^{h}_{p,q} = \mathrm{mean}_d\, K^{h-1}_{sp+d,\, sq+d}, \quad
+        \Theta^{h} = \Sigma^{h} + \mathrm{mean}_d\, (\Theta \odot \dot K)^{h-1}_{sp+d,\, sq+d}, \quad
+        \kappa = \mathrm{mean}_{p,q} (K + \Theta \odot \dot K)^{H}_{p,q}
+
+    with :math:`K` and :math:`\dot K` what the activation makes of :math:`\Sigma`, and the mean over channels of the
+    products of two images as the first :math:`K`.
+
+    Args:
+        left: Images, shape (N, C, H, W).
+        right: Images, shape (M, C, H, W).
+        dual: The activation.
+        layers: Kernel and stride of each convolution.
+
+    Returns:
+        Shape (N, M).
+    """
+    sizes = [_final_size(length, layers) for length in left.shape[2:]]
+    if min(sizes) < 1:
+        raise InputError(f"Expected images that {len(layers)} convolutions fit into, but got {tuple(left.shape)}.")
+    variances = [_variances(images, dual, layers) for images in (left, right)]
+    total = torch.zeros(len(left), len(right), dtype=left.dtype, device=left.device)
+    for down, across in itertools.product(*(range(1 - size, size) for size in sizes)):
+        total += _one_offset(left, right, variances, dual, layers, (down, across))
+    positions: int = sizes[0] * sizes[1]
+    return total / positions**2
+
+
+def relu_dual(covariance: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Arc-cosine kernels of degree 1 and 0, times two: :math:`2 E[\sigma(u)\sigma(v)]`, :math:`2 E[\sigma'\sigma']`."""
+    norm = (left * right).sqrt().clamp_min(1e-12)
+    cosine = (covariance / norm).clamp(-1, 1)
+    angle = torch.pi - torch.arccos(cosine)
+    return norm * ((1 - cosine**2).clamp_min(0).sqrt() + cosine * angle) / torch.pi, angle / torch.pi
+
+
+def _one_offset(
+    left: Tensor,
+    right: Tensor,
+    variances: list[list[Tensor]],
+    dual: Dual,
+    layers: Sequence[tuple[int, int]],
+    offset: tuple[int, int],
+) -> Tensor:
+    """Sum of the kernel over those pairs of final positions that lie `offset` apart, shape (N, M)."""
+    stride = 1
+    for _, one in layers:
+        stride *= one
+    shift = (offset[0] * stride, offset[1] * stride)
+    value = torch.einsum("nchw,mchw->nmhw", _cut(left, shift), _cut(right, (-shift[0], -shift[1]))) / left.shape[1]
+    tangent = torch.zeros_like(value)
+    for number, (kernel, step) in enumerate(layers):
+        stride //= step
+        before = F.avg_pool2d(value, kernel, step)
+        theta = before + F.avg_pool2d(tangent, kernel, step)
+        shift = (offset[0] * stride, offset[1] * stride)
+        mine = _cut(variances[0][number], shift).unsqueeze(1)
+        theirs = _cut(variances[1][number], (-shift[0], -shift[1])).unsqueeze(0)
+        value, slope = dual(before, mine, theirs)
+        tangent = theta * slope
+    return (value + tangent).sum(dim=(2, 3))
+
+
+def _variances(images: Tensor, dual: Dual, layers: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Variance at every position before each activation, (N, H, W) for each layer."""
+    found, value = [], (images**2).mean(dim=1)
+    for kernel, step in layers:
+        before = F.avg_pool2d(value.unsqueeze(1), kernel, step).squeeze(1)
+        found.append(before)
+        value, _ = dual(before, before, before)
+    return found
+
+
+def _cut(maps: Tensor, shift: tuple[int, int]) -> Tensor:
+    """The part of (…, H, W) whose positions, moved by `shift`, are still inside."""
+    down, across = shift
+    height, width = maps.shape[-2:]
+    return maps[..., max(0, -down) : height - max(0, down), max(0, -across) : width - max(0, across)]
+
+
+def _final_size(length: int, layers: Sequence[tuple[int, int]]) -> int:
+    for kernel, step in layers:
+        length = (length - kernel) // step + 1
+    return length
