@@ -164,6 +164,21 @@ def test_a_feature_without_any_activation_has_the_energy_of_the_bias(name, train
     check(scores_of(name, trained, inliers, torch.zeros(1, WIDTH)), [expected])
 
 
+@pytest.mark.parametrize("name", ["ash", "scale", "react"])
+def test_the_share_is_the_one_that_does_best_on_the_outliers_of_the_protocol(name, trained, inliers):
+    outliers = make_features(40, 5, shift=-0.7)[0]
+    method = fit(name, trained, inliers, outliers)
+    quality = {}
+    for percentile in method.percentiles:
+        other = baselines.make(name)
+        other.percentiles = (percentile,)
+        other.fit(Context(trained, *(view_of(other, trained, rows) for rows in (inliers[0], outliers)), seed=0))
+        inside, outside = (other.score(view_of(other, trained, rows)) for rows in (inliers[0], outliers))
+        quality[percentile] = ((outside[None] > inside[:, None]).double()).mean().item()
+    assert len(set(quality.values())) > 1
+    assert quality[method.percentile] == pytest.approx(max(quality.values()))
+
+
 def test_at_least_one_activation_of_a_small_feature_is_kept():
     assert at_most(0.65, 64) == 0.65
     assert at_most(0.65, 2) == 0.5

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
-from neuralmean.bench.baselines.heads import read_head
+from neuralmean.bench.baselines.heads import LinearHead, read_head
 from neuralmean.errors import MissingExtraError, NotFittedError
+from neuralmean.metrics import evaluate
+
+TUNED_ON = 1000  # images of each kind, at most
 
 
 def detector_class(name: str) -> Any:
@@ -67,31 +70,41 @@ class FeatureDetector(Method):
 class ShapedFeature(Method):
     """Base of methods that shape the penultimate feature, then take the energy of the head's logits.
 
-    A feature is a feature map of one pixel to pytorch-ood.
+    All have one parameter, a share of activations, which their authors choose by validation. So does this: it is the one
+    of the largest AUROC on the outliers of the protocol, which in the zero-shot protocol are crafted from ID images.
 
     Attributes:
-        detector: Name of pytorch-ood's class.
+        detector: Name of pytorch-ood's class, which takes a feature for a feature map of one pixel.
+        percentiles: What the parameter is chosen from.
+        usual: The parameter where there are no outliers to choose by.
+        prunes: Whether the parameter is a share of each feature to leave out, so that some of it must remain.
+        percentile: What was chosen.
     """
 
     detector: str
+    percentiles: tuple[float, ...]
+    usual: float
+    prunes: bool = True
+    percentile: float
     reads = frozenset({"feature"})
+    uses_outliers = True
 
     def __init__(self) -> None:
         self._detector: Any = None
 
-    def percentile(self, width: int) -> float:
-        """Return the method's parameter, a share of activations, for a feature of `width` numbers."""
-        raise NotImplementedError
-
     def fit(self, context: Context) -> None:
-        """Read the head; where the detector has a threshold, take it from the inliers."""
-        head = read_head(context.trained)
-        self._detector = detector_class(self.detector)(
-            backbone=None, head=lambda maps: head(maps.flatten(1)), percentile=self.percentile(head.weight.shape[1])
-        )
-        if self._detector.requires_fit:
-            maps = _as_maps(context.inliers.feature)
-            self._detector.fit_feature_maps(maps, torch.zeros(len(maps), dtype=torch.int64))
+        """Read the head and choose the parameter."""
+        head, inliers = read_head(context.trained), _as_maps(context.inliers.feature)
+        self.percentile = self.usual
+        if context.outliers is not None:
+            inside, outside = inliers[:TUNED_ON], _as_maps(context.outliers.feature[:TUNED_ON])
+
+            def quality(percentile: float) -> float:
+                score = self._make(head, percentile, inliers).predict_feature_maps
+                return evaluate(score(inside).numpy(), score(outside).numpy()).auroc
+
+            self.percentile = max(self.percentiles, key=quality)
+        self._detector = self._make(head, self.percentile, inliers)
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
@@ -99,6 +112,14 @@ class ShapedFeature(Method):
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
         scores: Tensor = self._detector.predict_feature_maps(_as_maps(examples.feature))
         return scores
+
+    def _make(self, head: LinearHead, percentile: float, inliers: Tensor) -> Any:
+        """Return the detector with a parameter; where it has a threshold, it is taken from the inliers."""
+        share = at_most(percentile, head.weight.shape[1]) if self.prunes else percentile
+        detector = detector_class(self.detector)(None, lambda maps: head(maps.flatten(1)), percentile=share)
+        if detector.requires_fit:
+            detector.fit_feature_maps(inliers, torch.zeros(len(inliers), dtype=torch.int64))
+        return detector
 
 
 def at_most(share: float, width: int) -> float:

@@ -11,14 +11,13 @@ class React(ShapedFeature):
     .. math::
         s(x) = -\log \sum_k \exp f_k(\min(h(x), c))
 
-    :math:`c` is the 90th percentile, the paper's choice.
+    :math:`c` is a percentile of the inliers' activations, chosen among OpenOOD's four.
     """
 
     name = "react"
     title = "ReAct"
     paper = "Sun et al., ReAct: Out-of-distribution Detection With Rectified Activations, NeurIPS 2021"
     detector = "ReAct"
-
-    def percentile(self, width: int) -> float:
-        """Return the share of activations below the threshold."""
-        return 0.9
+    percentiles = (0.85, 0.9, 0.95, 0.99)
+    usual = 0.9
+    prunes = False
