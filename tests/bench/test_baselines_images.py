@@ -243,6 +243,7 @@ class TestGaussians:
         features = torch.cat([torch.randn(20, 2), torch.ones(20, 1)], dim=1)
         found = Gaussians.of(features, torch.arange(20) % 2 * 5)
         assert found.means.shape == (2, 3)
+        assert found.whitening.shape == (3, 2)
         assert found.distances(features).isfinite().all()
 
 

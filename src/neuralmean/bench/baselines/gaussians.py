@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gaussians:
-    """Class means (K, C) and the shared precision (C, C), in float64."""
+    """Class means (K, C) and a matrix (C, R) that makes the shared covariance the identity, in float64."""
 
     means: Tensor
-    precision: Tensor
+    whitening: Tensor
 
     @classmethod
     def of(cls, features: Tensor, labels: Tensor) -> Gaussians:
@@ -23,7 +23,7 @@ class Gaussians:
             \hat\mu_c = \frac{1}{N_c} \sum_{y_i = c} f(x_i), \quad
             \hat\Sigma = \frac1N \sum_c \sum_{y_i = c} (f(x_i) - \hat\mu_c)(f(x_i) - \hat\mu_c)^\top
 
-        The precision is the pseudo-inverse, as in the authors' code: channels that are the same everywhere, or too few
+        The inverse is the pseudo-inverse, as in the authors' code: channels that are the same everywhere, or too few
         images for all channels, are no obstacle. Classes without an image are left out.
         """
         features = features.double()
@@ -31,9 +31,20 @@ class Gaussians:
         sums = torch.zeros(len(classes), features.shape[1], dtype=torch.float64).index_add_(0, where, features)
         means = sums / where.bincount(minlength=len(classes)).unsqueeze(1)
         centred = features - means[where]
-        return cls(means, torch.linalg.pinv(centred.T @ centred / len(features), hermitian=True))
+        values, vectors = torch.linalg.eigh(centred.T @ centred / len(features))
+        kept = values > values.amax().clamp_min(0) * len(values) * torch.finfo(torch.float64).eps
+        return cls(means, vectors[:, kept] / values[kept].sqrt())
+
+    @property
+    def precision(self) -> Tensor:
+        """Pseudo-inverse of the covariance, shape (C, C)."""
+        return self.whitening @ self.whitening.T
 
     def distances(self, features: Tensor) -> Tensor:
         r"""Squared Mahalanobis distance to the closest class, shape (N,): :math:`-M(x)` of Lee et al. 2018, Eq. 2."""
-        centred = features.double().unsqueeze(1) - self.means.to(features.device)  # (N, K, C)
-        return ((centred @ self.precision.to(features.device)) * centred).sum(dim=2).amin(dim=1)
+        centre = self.means.mean(dim=0)  # taken off first: what is left after squares are subtracted keeps its digits
+        whitening = self.whitening.to(features.device)
+        points = (features.double() - centre.to(features.device)) @ whitening  # (N, R)
+        means = (self.means - centre).to(features.device) @ whitening  # (K, R)
+        squares = (points**2).sum(dim=1, keepdim=True) - 2 * points @ means.T + (means**2).sum(dim=1)
+        return squares.clamp_min(0).amin(dim=1)

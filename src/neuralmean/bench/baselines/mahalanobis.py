@@ -38,6 +38,7 @@ class Mahalanobis(Method):
     reads = frozenset({"images", "labels"})
     uses_outliers = True
     uses_gradients = True
+    heavy = True
 
     def __init__(self) -> None:
         self.step = 0.0
@@ -161,13 +162,8 @@ class MahalanobisId(Method):
         """Distances at each layer, shape (N, L)."""
         means = view.means if rows is None else view.means[torch.from_numpy(rows)]
         parts = layer_slices(view.layers).values()
-        return torch.stack(
-            [
-                torch.cat([gauss.distances(chunk) for chunk in torch.split(means[:, part], 500)])
-                for gauss, part in zip(self._gaussians, parts, strict=True)
-            ],
-            dim=1,
-        )
+        pairs = zip(self._gaussians, parts, strict=True)
+        return torch.stack([gauss.distances(means[:, part]) for gauss, part in pairs], dim=1)
 
 
 def logistic(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, float]:

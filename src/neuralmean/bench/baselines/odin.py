@@ -35,6 +35,7 @@ class Odin(Method):
     reads = frozenset({"images"})
     uses_outliers = True
     uses_gradients = True
+    heavy = True
 
     def __init__(self) -> None:
         self.temperature, self.step = 1000.0, 0.0014  # the authors' values, until `fit` tunes them
