@@ -676,6 +676,11 @@ class TestKernels:
             expected = _reference_tangent_kernel(left[n].numpy(), right[m].numpy(), moments, self.LAYERS)
             assert float(found[n, m]) == pytest.approx(expected, rel=1e-9)
 
+    @pytest.mark.parametrize(("kernel", "step"), [(4, 1), (4, 2), (3, 2), (1, 1), (2, 3)])
+    def test_patch_means_are_an_average_pool(self, kernel, step):
+        maps = torch.randn(2, 3, 13, 9)
+        torch.testing.assert_close(cntk._patch_means(maps, kernel, step), F.avg_pool2d(maps, kernel, step))
+
     def test_a_wide_network_has_nearly_this_tangent_kernel(self):
         torch.manual_seed(0)
         images, width = torch.randn(2, 3, 6, 6), 400

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
@@ -122,28 +121,51 @@ def _one_offset(
     for _, one in layers:
         stride *= one
     shift = (offset[0] * stride, offset[1] * stride)
-    value = torch.einsum("nchw,mchw->nmhw", _cut(left, shift), _cut(right, (-shift[0], -shift[1]))) / left.shape[1]
-    tangent = torch.zeros_like(value)
+    value = _products(_cut(left, shift), _cut(right, (-shift[0], -shift[1])))
+    tangent = None
     for number, (kernel, step) in enumerate(layers):
         stride //= step
-        before = F.avg_pool2d(value, kernel, step)
-        theta = before + F.avg_pool2d(tangent, kernel, step)
+        before = _patch_means(value, kernel, step)
+        theta = before if tangent is None else before + _patch_means(tangent, kernel, step)
         shift = (offset[0] * stride, offset[1] * stride)
         mine = _cut(variances[0][number], shift).unsqueeze(1)
         theirs = _cut(variances[1][number], (-shift[0], -shift[1])).unsqueeze(0)
         value, slope = dual(before, mine, theirs)
         tangent = theta * slope
-    return (value + tangent).sum(dim=(2, 3))
+    return (value if tangent is None else value + tangent).sum(dim=(2, 3))
 
 
 def _variances(images: Tensor, dual: Dual, layers: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Variance at every position before each activation, (N, H, W) for each layer."""
     found, value = [], (images**2).mean(dim=1)
     for kernel, step in layers:
-        before = F.avg_pool2d(value.unsqueeze(1), kernel, step).squeeze(1)
+        before = _patch_means(value, kernel, step)
         found.append(before)
         value, _ = dual(before, before, before)
     return found
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Mean over channels of (N, C, H, W) times (M, C, H, W), shape (N, M, H, W)."""
+    value = left[:, None, 0] * right[None, :, 0]
+    for channel in range(1, left.shape[1]):
+        value.addcmul_(left[:, None, channel], right[None, :, channel])
+    return value.div_(left.shape[1])
+
+
+def _patch_means(maps: Tensor, kernel: int, step: int) -> Tensor:
+    """What `avg_pool2d` does on (…, H, W), several times as fast on a CPU: rows first, then columns."""
+    for dimension in (-1, -2):
+        count = (maps.shape[dimension] - kernel) // step + 1
+        reach = (count - 1) * step + 1
+        parts = [maps.narrow(dimension, start, reach) for start in range(kernel)]
+        if step > 1:
+            parts = [part[..., ::step] if dimension == -1 else part[..., ::step, :] for part in parts]
+        total = parts[0] + parts[1] if kernel > 1 else parts[0].clone()
+        for part in parts[2:]:
+            total += part
+        maps = total
+    return maps.div_(kernel**2)
 
 
 def _cut(maps: Tensor, shift: tuple[int, int]) -> Tensor:
