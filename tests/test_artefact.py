@@ -122,6 +122,9 @@ HOSTILE = {
     "a reference of another width": lambda h, t: t.update({"reference.mean": torch.zeros(3).double()}),
     "a reference of NaN": lambda h, t: t.update({"reference.mean": torch.full((10,), float("nan")).double()}),
     "a head that is not there": lambda h, t: h.update(head="nowhere"),
+    "a reference of a negative number of examples": lambda h, t: h.update(
+        reference={"source": "data", "count": -(10**400)}
+    ),
     "info that is no mapping": lambda h, t: h.update(info=[1]),
 }
 

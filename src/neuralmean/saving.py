@@ -83,7 +83,15 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         _fill(detector, artefact, scorer, head)
     except ModelMismatchError:
         raise
-    except (NeuralMeanError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (
+        NeuralMeanError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         raise ArtefactError(
             f"Expected {path!r} to describe a detector, but its content makes no sense ({error})."
         ) from None
@@ -97,12 +105,12 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
     std = _vector(tensors, "reference.std", n_columns) if detector.statistic != "mean" else None
     moments, count = None, header["reference"]["count"]
     if header["reference"]["source"] == "data":
-        moments = Moments(int(count), mean, torch.zeros_like(mean))
+        moments = Moments(_count(count), mean, torch.zeros_like(mean))
     detector.reference = Reference(detector._layers, mean, std, moments)
     width = len(detector.channels)
     if detector.statistic == "both":
         detector.scale = Moments(
-            int(header["scale_count"]), _vector(tensors, "scale.mean", width), _vector(tensors, "scale.m2", width)
+            _count(header["scale_count"]), _vector(tensors, "scale.mean", width), _vector(tensors, "scale.m2", width)
         )
     scores = tensors["calibration.scores"]
     rate, source = header["calibration"]["false_alarm_rate"], header["calibration"]["source"]
@@ -144,3 +152,9 @@ def _vector(tensors: dict[str, Tensor], name: str, width: int) -> Tensor:
     if tensor.shape != (width,) or tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
         raise ArtefactError(f"{name} is not {width} finite numbers")
     return tensor
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 1 <= value < 2**53:
+        raise ArtefactError(f"{value!r} is not a number of examples")
+    return value
