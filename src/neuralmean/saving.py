@@ -22,6 +22,8 @@ from neuralmean.version import __version__
 if TYPE_CHECKING:
     from neuralmean.detector import Detector
 
+_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+
 
 def to_artefact(detector: Detector) -> Artefact:
     """Return what the saved file of `detector` holds."""
@@ -100,6 +102,9 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
 
 def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: Any) -> None:
     header, tensors = artefact.header, artefact.tensors
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES or not bool(torch.isfinite(tensor).all()):
+            raise ArtefactError(f"{name} holds {tensor.dtype} or numbers that are not finite")
     n_columns = sum(layer.channels for layer in detector._layers)
     mean = _vector(tensors, "reference.mean", n_columns)
     std = _vector(tensors, "reference.std", n_columns) if detector.statistic != "mean" else None
@@ -115,7 +120,12 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
     scores = tensors["calibration.scores"]
     rate, source = header["calibration"]["false_alarm_rate"], header["calibration"]["source"]
     check_rate(rate)
-    if source not in GUARANTEES or scores.dim() != 1 or not bool((scores.diff() >= 0).all()):
+    if (
+        source not in GUARANTEES
+        or not scores.is_floating_point()
+        or scores.dim() != 1
+        or not bool((scores.diff() >= 0).all())
+    ):
         raise ArtefactError("the calibration is not one")
     detector.calibration = Calibration.of(scores, rate)
     detector.calibration_source = source
@@ -149,7 +159,7 @@ def _other_model(fitted_class: str, model: nn.Module) -> str:
 
 def _vector(tensors: dict[str, Tensor], name: str, width: int) -> Tensor:
     tensor = tensors[name]
-    if tensor.shape != (width,) or tensor.dtype != torch.float64 or not bool(torch.isfinite(tensor).all()):
+    if tensor.shape != (width,) or tensor.dtype != torch.float64:
         raise ArtefactError(f"{name} is not {width} finite numbers")
     return tensor
 
