@@ -41,8 +41,8 @@ def fitted(roots):
 
     with pytest.warns(CalibrationWarning, match="slightly turned"):
         detector = Detector(trained.model).fit(read("cifar10-train", 5000), batch_size=128)
-    scores = {name: detector.score(read(name, 5000), batch_size=128) for name in ("cifar10-test", "svhn-test", "cifar100-test",
-                                                                                  "imagenet-crop", "imagenet-resize")}  # fmt: skip
+    names = ("cifar10-test", "svhn-test", "cifar100-test", "imagenet-crop", "imagenet-resize")
+    scores = {name: detector.score(read(name, 5000), batch_size=128) for name in names}
     return detector, scores
 
 
