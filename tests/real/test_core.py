@@ -5,6 +5,7 @@ NEURALMEAN_DATA is a folder with `<set>.npz` files, NEURALMEAN_WEIGHTS one with 
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(scope="module")
 def roots():
-    import os
     from pathlib import Path
 
     data, weights = os.environ.get("NEURALMEAN_DATA"), os.environ.get("NEURALMEAN_WEIGHTS")
@@ -168,12 +168,14 @@ def test_recording_costs_little(resnet56, read):
     recorder, batch = Recorder(resnet56.model, select_layers(resnet56.model)), to_batch(x)
     calls = {"plain": lambda: resnet56.model(x), "recording": lambda: recorder(batch), "detector": lambda: detector(x)}
     times = {name: [] for name in calls}
+    torch.set_num_threads(os.cpu_count() or 1)  # as a user would run it; the other tests use one thread
     with torch.no_grad():
         for _ in range(60):
             for name, call in calls.items():
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
+    torch.set_num_threads(1)
     middle = {name: statistics.median(values[5:]) for name, values in times.items()}
     ratios = {name: value / middle["plain"] for name, value in middle.items()}
     show(
