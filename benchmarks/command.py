@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--weights", required=True)
     parser.add_argument("--images", required=True)
     parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--repeat", type=int, default=2)
     options = parser.parse_args()
     images = np.load(options.images)["images"][: options.count]
     trained = models.load("resnet56", options.weights)
@@ -56,7 +57,7 @@ def main() -> None:
         saved, fit = str(folder / "m.nmd"), ("--weights", options.weights, "--id", str(few), "--out")
         run_command("fit", "bench:resnet56", *fit, saved)
         ratios = []
-        for _ in range(2):
+        for _ in range(options.repeat):
             start = time.perf_counter()
             with torch.no_grad():
                 for first in range(0, len(images), 64):

@@ -257,6 +257,7 @@ def test_the_copy_for_compilers_shares_tensors_and_leaves_the_model_without_hook
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model_gives_the_same_means():
     model, x = make_trained(), torch.randn(4, 3, 8, 8)
     recorder = Recorder(torch.compile(model), select_layers(model), head="fc")
