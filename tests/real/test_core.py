@@ -30,16 +30,6 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def roots():
-    from pathlib import Path
-
-    data, weights = os.environ.get("NEURALMEAN_DATA"), os.environ.get("NEURALMEAN_WEIGHTS")
-    if not data or not weights:
-        pytest.skip("NEURALMEAN_DATA and NEURALMEAN_WEIGHTS do not name folders")
-    return Path(data), Path(weights)
-
-
-@pytest.fixture(scope="module")
 def resnet56(roots):
     return models.load("resnet56", roots[1] / "resnet56-cifar10.safetensors")
 

@@ -19,17 +19,6 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def roots():
-    import os
-    from pathlib import Path
-
-    data, weights = os.environ.get("NEURALMEAN_DATA"), os.environ.get("NEURALMEAN_WEIGHTS")
-    if not data or not weights:
-        pytest.skip("NEURALMEAN_DATA and NEURALMEAN_WEIGHTS do not name folders")
-    return Path(data), Path(weights)
-
-
-@pytest.fixture(scope="module")
 def fitted(roots):
     """A detector for ResNet-20 that was fitted on training images alone, and a way to score test sets."""
     trained = models.load("resnet20", roots[1] / "resnet20-cifar10.safetensors")
