@@ -88,7 +88,7 @@ class Recipe:
 
 _RESNET = Recipe(epochs=200)
 _RECIPES = {
-    "convnet4": Recipe(epochs=5, learning_rate=0.1, warmup=0.2),
+    "convnet4": Recipe(epochs=4, learning_rate=0.1, warmup=0.2),
     "resnet20": replace(_RESNET, weight_decay=1e-4),
     "resnet32": replace(_RESNET, weight_decay=1e-4),
     "resnet44": replace(_RESNET, weight_decay=1e-4),
