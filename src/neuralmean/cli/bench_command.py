@@ -169,9 +169,10 @@ def models(
             typer.echo(f"{path.name}: {trained.name}, {trained.num_classes} classes{told}")
             continue
         test = sets.load(name, "test", data)
+        test = test if limit is None else test.limit(limit)
         if test.labels is None:
             raise InputError(f"Expected labels in the test set of {name!r}, but there are none.")
-        images, labels = test.images[:limit], test.labels[:limit]
+        images, labels = test.images, test.labels
         if not quiet:
             typer.echo(f"{path.name}: running {len(images)} images…", err=True)
         typer.echo(f"{path.name}: {accuracy(trained, images, labels):.2f} % of {len(images)}{told}")

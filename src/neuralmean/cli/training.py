@@ -45,7 +45,7 @@ class TrainingBar:
 
     def __call__(self, state: Progress) -> None:
         """Show one more step."""
-        text = f"{self.title}, epoch {state.epoch + 1} of {state.epochs}, loss {state.loss:.3f}"
+        text = f"{self.title}, epoch {state.epoch} of {state.epochs}, loss {state.loss:.3f}"
         if self._bar is not None:
             if self._task is None:
                 self._task = self._bar.add_task(text, total=state.steps)
