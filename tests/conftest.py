@@ -74,10 +74,5 @@ def _folder(variable: str) -> Path:
 
 
 @pytest.fixture
-def data_root() -> Path:
-    return _folder("NEURALMEAN_DATA")
-
-
-@pytest.fixture
 def weights_root() -> Path:
     return _folder("NEURALMEAN_WEIGHTS")

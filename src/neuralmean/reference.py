@@ -171,11 +171,6 @@ class Reference:
         return Reference._of(self.layers, moments, within)
 
 
-def join_layers(statistics: dict[str, Tensor], layers: Sequence[Layer]) -> Tensor:
-    """Concatenate per-layer statistics to (N, D) in the order of `layers`."""
-    return torch.cat([statistics[layer.name] for layer in layers], dim=1).cpu()
-
-
 def _look_ahead(data: Any, batch_size: int) -> Any:
     """Return data of unknown length as it was, or None if there is nothing in it."""
     if isinstance(data, Dataset):
