@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import to_batch
 from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError, ModelInputError
 from neuralmean.layers import Layer, select_layers
-from neuralmean.recorder import Recorder, channel_mean, channel_mean_variance, find_head, main_tensor
+from neuralmean.recorder import Recorder, find_head
 from tests.conftest import TinyNet, count_hooks
 
 
@@ -298,3 +299,12 @@ def test_a_model_without_a_linear_end_has_no_head(images):
 def test_a_squeezed_output_still_has_its_head(images):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.Unflatten(1, (4, 1)), nn.Flatten())
     assert find_head(model, to_batch(images)) == "1"
+
+
+def test_a_layer_that_is_watched_and_gives_the_logits_too_is_seen_as_both():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    got = Recorder(model, select_layers(model, ["0", "2"]), head="2")(to_batch(x))
+    torch.testing.assert_close(got.means["2"], model(x).detach())
+    torch.testing.assert_close(got.logits, model(x).detach())
+    assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in model.modules())

@@ -13,7 +13,8 @@ from neuralmean.data import Batch, check_input, count_batches, to_batches
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer
 from neuralmean.progress import track
-from neuralmean.recorder import Exits, Recorder, find_head
+from neuralmean.recorder import Recorder, find_head
+from neuralmean.recording import Exits
 from neuralmean.synthesis import permute_blocks, rotate
 
 FIND_HEAD = "?"

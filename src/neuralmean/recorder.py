@@ -15,7 +15,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise, zip_longest
+from itertools import count, pairwise, zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -30,18 +30,8 @@ from neuralmean.layers import Layer, unwrap
 from neuralmean.recording import Exits, Plan, Recording, Seen
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error
 
-__all__ = [
-    "Exits",
-    "Recorder",
-    "Recording",
-    "RecordingModule",
-    "channel_mean",
-    "channel_mean_variance",
-    "find_head",
-    "main_tensor",
-]
-
 _NOTHING: Mapping[str, Any] = {}
+_keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
 
 
 class Recorder:
@@ -177,14 +167,15 @@ class _Sink:
     ) -> None:
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
+        self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
         self.mask = None if batch is None else batch.mask
         self.size = 0 if batch is None else len(batch)
         self.slots: Sequence[Tensor] = ()
         self.clear()
         if batch is not None and not variance and self.mask is None:
             device = batch.first.device
-            self.buffer = torch.empty(self.size, sum(plan.widths), device=device)
-            self.slots, self.seen = torch.split(self.buffer, plan.widths, dim=1), plan.seen(self.size, device)
+            self.buffer, self.slots = plan.take_buffer(self.size, device)
+            self.seen = plan.seen(self.size, device)
         if exits is not None:
             depths = [0, *exits.depths]
             self.next_exit, self.waiting = 0, [end - start for start, end in pairwise(depths)]
@@ -203,26 +194,33 @@ class _Sink:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Listen to the layers inside the block."""
-        handles: list[RemovableHandle] = []
         try:
-            self.attach(handles)
+            self.attach()
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for key, *dicts in self.places:
+                for hooks in dicts:
+                    hooks.pop(key, None)
 
-    def attach(self, handles: list[RemovableHandle]) -> None:
-        """Register the hooks; each handle is in `handles` as soon as its hook is on the model."""
+    def attach(self) -> None:
+        """Put the hooks on the layers; where one may be is in `places` before it is there."""
         plan = self.plan
+        # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
         for index, layer in enumerate(self.layers):
-            module = plan.module(layer.name)
+            module, key = plan.module(layer.name), next(_keys)  # one module may have two hooks: watched, and the head
             if layer.reads_input:
-                keywords = index in plan.by_keyword
-                handles.append(module.register_forward_pre_hook(self._input_hook(index), with_kwargs=keywords))
+                self.places.append((key, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs))
+                if index in plan.by_keyword:
+                    module._forward_pre_hooks_with_kwargs[key] = True
+                module._forward_pre_hooks[key] = self._input_hook(index)
             else:
-                handles.append(module.register_forward_hook(self._output_hook(index)))
+                self.places.append((key, module._forward_hooks))
+                module._forward_hooks[key] = self._output_hook(index)
         if self.head is not None:
-            handles.append(plan.module(self.head).register_forward_hook(self._head_hook, with_kwargs=True))
+            module, key = plan.module(self.head), next(_keys)
+            self.places.append((key, module._forward_hooks, module._forward_hooks_with_kwargs))
+            module._forward_hooks_with_kwargs[key] = True
+            module._forward_hooks[key] = self._head_hook
 
     def _input_hook(self, index: int) -> Callable[..., None]:
         thread, add, keywords = self.thread, self._add, index in self.plan.by_keyword
@@ -340,6 +338,8 @@ class _Sink:
             self.plan.repeated |= {index for index, calls in enumerate(self.calls) if calls > 1}
         variance = self._join(self.variances, self.calls, depth) if self.variance else None
         mean = self._join(self.parts, self.counts, depth)
+        if self.slots:
+            self.plan.give_back(self.buffer, self.slots)
         return Recording(output, layers, mean, variance, self.feature, self.logits, self.stopped_at)
 
     def _check(self, layer: Layer, part: Tensor | None) -> None:
@@ -377,7 +377,7 @@ class RecordingModule(nn.Module):
         plan.by_keyword = frozenset(range(len(layers)))
         self._sink = _Sink(plan, None, variance=variance, head=head)
         self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
-        self._sink.attach([])
+        self._sink.attach()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
         """Run the copy and return its output and what `to_recording` takes: nothing but tensors and counts."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
 
+_SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -56,6 +58,7 @@ class Plan:
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
         self._seen: dict[tuple[int, torch.device], list[Seen | None]] = {}
+        self._buffers: dict[tuple[int, torch.device], tuple[Tensor, Sequence[Tensor]]] = {}
         self._divisors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
@@ -88,6 +91,21 @@ class Plan:
         if len(self._seen) > 64:
             self._seen.clear()
         return self._seen.setdefault((size, device), [None] * len(self.layers))
+
+    def take_buffer(self, size: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return memory for the sums of one pass, (size, D), and the part of each layer: fresh, or of an earlier pass."""
+        known = self._buffers.pop((size, device), None)
+        if known is None:
+            buffer = torch.empty(size, sum(self.widths), device=device)
+            known = buffer, torch.split(buffer, self.widths, dim=1)
+        return known
+
+    def give_back(self, buffer: Tensor, parts: Sequence[Tensor]) -> None:
+        """Keep a small buffer that nobody looks at any more for a later pass."""
+        if buffer.numel() <= _SMALL:
+            if len(self._buffers) > 8:
+                self._buffers.clear()
+            self._buffers[len(buffer), buffer.device] = buffer, parts
 
     def divisor(self, counts: tuple[int, ...], device: torch.device) -> Tensor:
         """Return how many positions each column of the first layers was summed over, (D,)."""

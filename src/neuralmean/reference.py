@@ -20,7 +20,8 @@ from neuralmean.errors import InputError, NeuralMeanWarning
 from neuralmean.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.moments import Moments
 from neuralmean.progress import track
-from neuralmean.recorder import Recorder, Recording
+from neuralmean.recorder import Recorder
+from neuralmean.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
