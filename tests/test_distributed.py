@@ -24,12 +24,12 @@ from neuralmean import Detector, Reference, distributed
 from neuralmean.distributed import extras
 from neuralmean.distributed.chunks import Chunks
 from neuralmean.distributed.engine import Cluster, _Team
-from neuralmean.distributed.journal import Journal
 from neuralmean.distributed.pieces import Files, stretches
 from neuralmean.distributed.reading import Batches, Reading
 from neuralmean.errors import ArtefactError, InputError, MissingExtraError, NeuralMeanError, NeuralMeanWarning
 from neuralmean.images import ImageBatches
 from neuralmean.preprocessing import Preprocessing
+from neuralmean.scoring import Journal
 from tests.conftest import TinyNet, make_trained
 
 SMALL = Preprocessing((8, 8), (0.0,) * 3, (1.0,) * 3)
@@ -307,6 +307,21 @@ class TestScore:
         ]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv", "out.jsonl", "out.parquet"]
 
+    def test_a_format_can_be_asked_for_whatever_the_ending(self, saved, good, tmp_path):
+        _score(saved, good, tmp_path / "out.jsonl")
+        _score(saved, good, tmp_path / "out.scores", format="json")
+        assert (tmp_path / "out.scores").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+        _score(saved, good, tmp_path / "out.txt")
+        assert (tmp_path / "out.txt").read_text().split()[:4] == ["verdict", "p-value", "score", "path"]
+        with pytest.raises(InputError, match="Expected the format to be one of"):
+            _score(saved, good, tmp_path / "out.jsonl", format="xml")
+
+    def test_what_cannot_be_read_is_told_as_it_is_met(self, saved, folder, tmp_path):
+        notes = []
+        _score(saved, folder, tmp_path / "out.jsonl", on_unreadable=notes.append)
+        list(distributed.stream(saved, folder, model=make_trained, workers=0, on_unreadable=notes.append))
+        assert [Path(note.path).name for note in notes] == ["0007.png"] * 2
+
     def test_streaming_gives_the_same_chunks_without_a_file(self, saved, folder, tmp_path):
         _score(saved, folder, tmp_path / "out.jsonl", chunk_size=40)
         chunks = list(distributed.stream(saved, folder, model=make_trained, workers=0, chunk_size=40))
@@ -330,7 +345,10 @@ class TestScore:
         with pytest.raises(InputError, match=r"Expected `model` to give a torch\.nn\.Module, but got int"):
             distributed.score(saved, folder, out=tmp_path / "o.csv", model=lambda: 5, workers=0)
 
-    @pytest.mark.parametrize(("option", "value"), [("workers", -1), ("threads", 0), ("gpus", -0.5), ("workers", 1.5)])
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [("workers", -1), ("threads", 0), ("gpus", -0.5), ("workers", 1.5), ("batch_size", 0), ("batch_size", 2.5)],
+    )
     def test_settings_out_of_range_are_refused(self, saved, folder, tmp_path, option, value):
         with pytest.raises(InputError, match=f"Expected `{option}` to be"):
             _score(saved, folder, tmp_path / "o.csv", **{option: value})
@@ -348,11 +366,12 @@ class TestScore:
 class TestResume:
     def _stop_after(self, monkeypatch, n):
         """Make the driver die after `n` chunks are noted."""
-        whole = Journal.add
+        whole, keys = Journal.add, []
 
-        def add(self, chunk, scores):
-            whole(self, chunk, scores)
-            if chunk.number == n - 1:
+        def add(self, key, rows, unreadable):
+            whole(self, key, rows, unreadable)
+            keys.append(key)
+            if len(keys) == n:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(Journal, "add", add)
@@ -421,7 +440,7 @@ class TestResume:
 
     def test_a_second_run_at_the_same_output_is_refused(self, saved, folder, tmp_path):
         pytest.importorskip("fcntl")
-        journal = Journal(tmp_path / "out.jsonl.partial", "x", resume=True)
+        journal = Journal(tmp_path / "out.jsonl", "x", resume=True)
         with pytest.raises(ArtefactError, match="Expected to be the only run"):
             _score(saved, folder, tmp_path / "out.jsonl")
         journal.close()
@@ -705,12 +724,13 @@ class TestRay:
     def test_a_killed_worker_costs_nothing_but_time(self, ray, saved, folder, tmp_path, monkeypatch):
         alone, ours = tmp_path / "alone.jsonl", tmp_path / "ours.jsonl"
         _score(saved, folder, alone, chunk_size=4)
-        whole = Journal.add
+        whole, keys = Journal.add, []
 
-        def add(self, chunk, scores):
-            whole(self, chunk, scores)
-            if chunk.number in (3, 12, 20):
-                (tmp_path / f"kill-{chunk.number}").touch()
+        def add(self, key, rows, unreadable):
+            whole(self, key, rows, unreadable)
+            keys.append(key)
+            if len(keys) in (4, 13, 21):
+                (tmp_path / f"kill-{len(keys)}").touch()
 
         monkeypatch.setattr(Journal, "add", add)
         model = make_fragile(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from neuralmean.errors import ArtefactError, InputError
-from neuralmean.files import write_atomically
+from neuralmean.files import locked, remove_leftovers, write_atomically
 
 
 def _names(folder: Path) -> list[str]:
@@ -175,3 +175,55 @@ def test_a_killed_process_leaves_no_part_of_the_file(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert done.returncode == -9
     assert path.read_text() == "old"
+
+
+def test_a_lock_is_held_by_one_at_a_time_and_free_after_an_error(tmp_path):
+    path = tmp_path / "lock"
+    with locked(path) as first, locked(path, wait=False) as second:
+        assert (first, second) == (True, False)
+    with pytest.raises(KeyError), locked(path):
+        raise KeyError
+    with locked(path, wait=False) as held:
+        assert held
+
+
+def test_a_lock_of_a_process_that_was_killed_is_free(tmp_path):
+    path = tmp_path / "lock"
+    code = f"""
+from neuralmean.files import locked
+with locked({str(path)!r}):
+    print("held", flush=True)
+    input()
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "held\n"
+    with locked(path, wait=False) as held:
+        assert not held
+    child.kill()
+    child.communicate()
+    with locked(path, wait=False) as held:
+        assert held
+
+
+def test_a_lock_in_a_folder_that_is_not_there_is_one_clear_error(tmp_path):
+    with pytest.raises(ArtefactError, match="there is no folder"), locked(tmp_path / "none" / "lock"):
+        pass
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    mine = [tmp_path / f".out.{token}.nmd-tmp" for token in ("0123456789ab", "ffffffffffff")]
+    others = [
+        tmp_path / name for name in ("out", ".out.json.0123456789ab.nmd-tmp", ".in.0123456789ab.nmd-tmp", ".out.x")
+    ]
+    for path in (*mine, *others):
+        path.write_bytes(b"part")
+    remove_leftovers(tmp_path / "out")
+    assert _names(tmp_path) == sorted(path.name for path in others)
+
+
+def test_the_unfinished_file_is_hidden_and_named_after_its_target(tmp_path):
+    for name in ("out.bin", "\u2603" * 80):  # 240 bytes of snowmen: there is no room for all of them and more
+        with write_atomically(tmp_path / name):
+            (unfinished,) = _names(tmp_path)
+            assert unfinished.startswith(f".{name[:50]}.")
+        (tmp_path / name).unlink()

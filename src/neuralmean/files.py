@@ -1,15 +1,18 @@
 """Files that are written whole or not at all.
 
 `write_atomically` is the one way in which this library puts a result on disk: whoever looks at the path sees the old
-file or the new one, never a part, also after `kill -9`, a full disk or a power cut. It knows nothing of formats.
+file or the new one, never a part, also after `kill -9`, a full disk or a power cut. `locked` lets processes take turns.
+Knows nothing of formats.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -17,9 +20,9 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 from neuralmean.errors import ArtefactError, InputError
 
-__all__ = ["write_atomically"]
+__all__ = ["DISK_FULL", "locked", "remove_leftovers", "write_atomically"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @overload
@@ -58,7 +61,7 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
             yield handle
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{secrets.token_hex(6)}.nmd-tmp")
+    temporary = target.with_name(f"{_hidden(target)}{secrets.token_hex(6)}.nmd-tmp")
     # Opened by hand and not by `tempfile`: the process's umask then decides who may read the file, as for any other.
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -76,13 +79,25 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
     except OSError as error:
         _remove(temporary)
         # The block may raise an OSError of its own, about another file; only a full disk is surely ours.
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             raise ArtefactError(_explain(path, error)) from error
         raise
     except BaseException:
         _remove(temporary)
         raise
     _sync_folder(target.parent)
+
+
+def remove_leftovers(path: str | Path) -> None:
+    """Delete what writers of `path` that were killed in the middle left beside it; nobody may be writing it now."""
+    target = Path(os.path.realpath(path))
+    for leftover in target.parent.glob(f"{glob.escape(_hidden(target))}{'?' * 12}.nmd-tmp"):
+        _remove(leftover)
+
+
+def _hidden(target: Path) -> str:
+    """How the names of a target's unfinished files begin; cut, as a name may not be longer than 255 bytes."""
+    return f".{target.name[:50]}."
 
 
 def _open_descriptor(descriptor: int, mode: Literal["wb", "w"]) -> IO[Any]:
@@ -144,8 +159,64 @@ def _explain(path: Path, error: OSError) -> str:
         errno.EROFS: f"the folder {folder!r} is on a read-only disk. Choose another path.",
         errno.ENAMETOOLONG: "its name is too long. Choose a shorter one.",
     }
-    if error.errno in _FULL:
+    if error.errno in DISK_FULL:
         why = "the disk is full. Free some space or choose another path; what was there before is unchanged."
     else:
         why = cures.get(error.errno or 0, f"the system said: {error.strerror or error}.")
     return f"Expected to write {str(path)!r}, but {why}"
+
+
+@contextmanager
+def locked(path: str | Path, *, wait: bool = True) -> Generator[bool]:
+    """Hold an exclusive lock on `path` inside the block; the system lets it go when the process ends, however it ends.
+
+    Args:
+        path: A file of its own for the lock; made where there is none, and left behind.
+        wait: Whether to wait for another process; if not, the block runs in any case and is told whether it has the lock.
+
+    Raises:
+        ArtefactError: The file cannot be made.
+    """
+    path = Path(path)
+    try:
+        handle = path.open("a+b")
+    except OSError as error:
+        raise ArtefactError(_explain(path, error)) from error
+    with handle:
+        held = _lock(handle, wait)
+        try:
+            yield held
+        finally:
+            if held:
+                _unlock(handle)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(handle: IO[bytes], wait: bool) -> bool:
+        handle.seek(0)
+        try:
+            msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError:
+            if wait:
+                raise
+            return False
+        return True
+
+    def _unlock(handle: IO[bytes]) -> None:
+        handle.seek(0)
+        msvcrt.locking(handle.fileno(), msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(handle: IO[bytes], wait: bool) -> bool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _unlock(handle: IO[bytes]) -> None:
+        fcntl.flock(handle, fcntl.LOCK_UN)

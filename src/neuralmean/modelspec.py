@@ -107,7 +107,7 @@ def _split(spec: str) -> tuple[str, str]:
         hint = f" Did you mean 'timm:{spec}'?" if re.fullmatch(r"[a-z0-9_.]+", spec) else ""
         raise InputError(f"Expected a model as {FORMS}, but got {spec!r}.{hint}")
     if kind.endswith(".py") or "/" in kind or "\\" in kind:
-        module = Path(kind).with_suffix("").as_posix().strip("./").replace("/", ".")
+        module = kind.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
         raise InputError(f"Expected a module and not a file, but got {spec!r}. Did you mean '{module}:{name}'?")
     return kind, name
 

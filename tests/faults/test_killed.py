@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
+import shutil
 import signal
 import sys
 import time
+from itertools import count as count_from
 
 import pytest
+import torch
 from PIL import Image
 
+from neuralmean.artefact import Artefact
+from neuralmean.bench.results import read_rows
+from neuralmean.errors import ArtefactError
 from neuralmean.files import write_atomically
+from tests.bench.test_experiments import SETS, write_sets, write_weights
 from tests.faults import actors
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs a POSIX system")
@@ -76,8 +84,6 @@ def test_a_fit_that_is_killed_leaves_the_old_file_or_the_new_one(server, tmp_pat
 
 
 def _threshold(path):
-    from neuralmean.artefact import Artefact
-
     return Artefact.read(path).header["calibration"]["threshold"]
 
 
@@ -124,11 +130,82 @@ def test_a_scoring_run_that_is_killed_goes_on_and_ends_the_same(server, tmp_path
     assert resumed
 
 
+def _figures(rows):
+    """Rows without what a clock or the memory decides."""
+    measured = ("seconds", "fit_seconds", "score_ms_per_image", "peak_mb")
+    return [{name: value for name, value in row.items() if name not in measured} for row in rows]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_benchmark_that_is_killed_goes_on_and_ends_with_the_same_rows(server, tmp_path, count):
+    for name in ("data", "weights"):
+        (tmp_path / name).mkdir()
+    write_sets(tmp_path / "data", {**SETS, "cifar100-train": 60, "cifar100-test": 60})
+    write_weights(tmp_path / "weights")
+    whole, out = tmp_path / "whole.json", tmp_path / "out.json"
+    seconds = _duration(server, actors.run_benchmark, str(tmp_path), str(whole))
+    expected = _figures(read_rows(whole))
+    old = {**read_rows(whole)[0], "experiment": "another", "setting": "made before"}
+    rng = random.Random(3)
+    begun = 0
+    for turn in range(count):
+        shutil.rmtree(f"{out}-cache", ignore_errors=True)
+        out.write_text(json.dumps([old]))
+        # By turns while features are made and fits are done, and around the writing of some row.
+        least, wait = (rng.randint(2, len(expected)), 0.02) if turn % 2 == 0 else (1, seconds)
+
+        def ready(least=least):
+            return out.read_bytes().count(b'"experiment"') >= least
+
+        arguments = (str(tmp_path), str(out))
+        killed = _run_and_kill(server, rng.uniform(0, wait), actors.run_benchmark, *arguments, ready=ready)
+        rows = read_rows(out)  # any moment leaves a whole file, with the rows that were finished
+        assert rows[0] == old
+        assert _figures(rows[1:]) == expected[: len(rows) - 1]
+        begun += killed and len(rows) > 1
+        _run(server, actors.run_benchmark, str(tmp_path), str(out))
+        assert read_rows(out)[: len(rows)] == rows  # nothing that was finished is measured again
+        assert _figures(read_rows(out)[1:]) == expected
+    assert begun
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_monitor_that_is_killed_goes_on_from_its_state_and_ends_in_the_same(server, tmp_path, count):
+    artefact, whole, state = tmp_path / "x.nmd", tmp_path / "whole.state", tmp_path / "x.state"
+    _run(server, actors.fit_and_save, str(artefact), 1)
+    seconds = _duration(server, actors.watch, str(artefact), str(whole))
+    expected = Artefact.read(whole)
+    n_items = 60 * actors.STREAM_BATCH
+    assert expected.header["n"][0] == n_items
+    assert expected.header["drift"] is not None
+    rng = random.Random(4)
+    moments = set()
+    for _ in range(count):
+        state.unlink(missing_ok=True)
+        seen = 0
+        for attempt in count_from():  # killed until it is through: every start goes on where the last one was
+            wait = rng.uniform(0.2, 0.9) * seconds * (1 + attempt / 5)
+            killed = _run_and_kill(server, wait, actors.watch, str(artefact), str(state))
+            before, seen = seen, Artefact.read(state).header["n"][0] if state.exists() else 0
+            assert seen % actors.STREAM_BATCH == 0
+            assert seen >= before
+            if not killed:
+                break
+            moments.add(seen)
+            assert attempt < 50
+        final = Artefact.read(state)
+        assert final.header == expected.header
+        assert final.tensors.keys() == expected.tensors.keys()
+        assert all(torch.equal(final.tensors[name], tensor) for name, tensor in expected.tensors.items())
+        assert len(_leftovers(tmp_path)) <= attempt
+        for path in _leftovers(tmp_path):
+            path.unlink()
+    assert len(moments - {0, n_items}) >= count // 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the size of files")
 def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path):
     import resource
-
-    from neuralmean.errors import ArtefactError
 
     target = tmp_path / "x.bin"
     target.write_bytes(b"old")

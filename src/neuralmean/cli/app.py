@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from importlib import import_module
@@ -59,6 +60,8 @@ def main() -> None:
     """Run the command and leave with its exit code."""
     load_commands()
     warnings.showwarning = _show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     try:
         app()
     except NeuralMeanError as error:

@@ -67,6 +67,7 @@ def run(
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only these methods; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes to share the work.")] = 1,
     quiet: options.Quiet = False,
 ) -> None:
     """Run experiments; a run that was interrupted goes on where it stopped."""
@@ -79,7 +80,7 @@ def run(
     with options.progress(quiet):
         rows = experiments.run(
             names or None, data=data, weights=weights, out=out, cache=cache, limit=limit, seed=seed,
-            methods=methods or None, announce=announce,
+            methods=methods or None, jobs=jobs, announce=announce,
         )  # fmt: skip
     typer.echo(f"{out}: {len(rows)} rows. See them with `nmd bench report {out}`.", err=True)
 
@@ -95,6 +96,8 @@ def report(
     """Write results beside the paper's figures, with the difference and with plots."""
     from neuralmean.bench import report as work
 
+    if not results.name:
+        raise InputError(f"Expected the name of a results file, but got {str(results)!r}.")
     if html is None and markdown is None:
         html, markdown = results.with_suffix(".html"), results.with_suffix(".md")
     for path in work.write(results, html=html, markdown=markdown):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from neuralmean.cli.app import app
+from neuralmean.errors import ArtefactError
 
 
 @app.command(epilog="Example: `nmd demo --out demo-output`. Under a minute, nothing is downloaded.")
@@ -20,7 +21,12 @@ def demo(
     """Train a small model on digits 0 to 7, then tell it digits 8 and 9 and photo patches apart."""
     from neuralmean import demo as job
 
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtefactError(
+            f"Expected to make the folder {str(out)!r}, but {error.strerror or error}. Name another with --out."
+        ) from None
     typer.echo("Training a small network on the digits 0 to 7 of scikit-learn…", err=True)
     result = job.run(seed)
     typer.echo(

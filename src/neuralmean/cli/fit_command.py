@@ -80,6 +80,7 @@ def fit(
             detector = distributed.fit(
                 resolved.model, id_data, ood, held_out=held_out, preprocessing=how, layers=layers or None,
                 statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, batch_size=batch_size, address=address,
+                workers=workers, on_unreadable=options.tell_unreadable,
             )  # fmt: skip
         elif engine == "local":
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)

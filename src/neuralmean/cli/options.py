@@ -39,7 +39,11 @@ Model = Annotated[
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", min=0, help="Processes that decode images; by default one less than there are cores."),
+    typer.Option(
+        "--workers",
+        min=0,
+        help="Processes that decode images, by default one less than there are cores; with ray, its workers.",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,8 @@ from neuralmean.cli.app import app
 from neuralmean.errors import InputError
 
 if TYPE_CHECKING:
-    from neuralmean.scoring import Tally
+    from neuralmean.images import Unreadable
+    from neuralmean.scoring import Row, Tally
 
 _EPILOG = (
     "Example: `nmd score model.nmd photos/ --format json`, or `nmd score model.nmd photos/ --out scores.csv --resume`. "
@@ -49,7 +50,7 @@ def score(
     """Say of each image how unusual it is: path, score, p-value, is_ood."""
     from neuralmean.artefact import Artefact
     from neuralmean.opening import open_saved
-    from neuralmean.scoring import Row, ScoreFile, Tally, format_of, format_rows, score_images
+    from neuralmean.scoring import ScoreFile, Tally, format_of, score_images
 
     if engine not in ("local", "ray"):
         raise InputError(f"Expected --engine to be local or ray, but got {engine!r}.")
@@ -60,34 +61,40 @@ def score(
     how, tally = opened.need_preprocessing(), Tally()
 
     def batches(skip: Callable[[str], bool] | None) -> Iterable[list[Row]]:
+        return score_images(
+            opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
+            on_unreadable=options.tell_unreadable, skip=skip,
+        )  # fmt: skip
+
+    with options.progress(quiet):
         if engine == "ray":
             from neuralmean import distributed
 
-            chunks = distributed.stream(
-                saved, paths, model=opened.detector.model, preprocessing=how, address=address, batch_size=batch_size
-            )
-            for chunk in chunks:
-                for note in chunk.unreadable:
-                    tally.unreadable += 1
-                    options.tell_unreadable(note)
-                columns = zip(chunk.names, chunk.score, chunk.p_value, chunk.is_ood, strict=True)
-                rows = [Row(*row) for row in columns]
-                yield [row for row in rows if skip is None or not skip(row.path)]
-        else:
-            yield from score_images(
-                opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
-                on_unreadable=options.tell_unreadable, skip=skip,
-            )  # fmt: skip
+            def tell(note: Unreadable) -> None:
+                tally.unreadable += 1
+                options.tell_unreadable(note)
 
-    with options.progress(quiet):
-        if out is not None:
+            where: dict[str, Any] = {"address": address, "workers": workers, "batch_size": batch_size}
+            where |= {"model": opened.detector.model, "preprocessing": how, "on_unreadable": tell}
+            if out is not None:
+                run = distributed.score(saved, paths, out=out, format=kind, resume=resume, **where)
+                tally = Tally(run.n_images, run.n_ood, run.n_unreadable, resumed=run.n_resumed)
+            else:
+                _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
+        elif out is not None:
             settings = [list(map(str, paths)), how.to_json(), batch_size]
             ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume).write(batches, tally)
         else:
-            for index, rows in enumerate(batches(None)):
-                for line in format_rows(kind, tally.count(rows), header=index == 0):
-                    typer.echo(line)
+            _print(kind, batches(None), tally)
     _finish(tally, quiet, fail_on_ood, paths)
+
+
+def _print(kind: str, parts: Iterable[list[Row]], tally: Tally) -> None:
+    from neuralmean.scoring import format_rows
+
+    for index, rows in enumerate(parts):
+        for line in format_rows(kind, tally.count(rows), header=index == 0):
+            typer.echo(line)
 
 
 def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str]) -> None:

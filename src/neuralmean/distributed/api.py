@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,23 +14,21 @@ from torch import nn
 
 from neuralmean.artefact import Artefact
 from neuralmean.detector import Detector
-from neuralmean.distributed.chunks import CHUNK_SIZE, Chunk, Chunks
-from neuralmean.distributed.engine import Cluster, Engine
-from neuralmean.distributed.jobs import ChunkScores, Job, ReferenceJob, ScoreJob
-from neuralmean.distributed.journal import Journal
-from neuralmean.distributed.output import check_format, write_scores
-from neuralmean.distributed.reading import Reading
+from neuralmean.distributed.chunks import CHUNK_SIZE, Chunk
+from neuralmean.distributed.engine import Cluster
+from neuralmean.distributed.jobs import ChunkScores, ScoreJob
+from neuralmean.distributed.reading import BATCH_SIZE
+from neuralmean.distributed.work import Work, add_up, run_job, tell
 from neuralmean.errors import InputError
 from neuralmean.images import Unreadable
 from neuralmean.layers import select_layers
 from neuralmean.modelspec import resolve
 from neuralmean.preprocessing import Preprocessing
-from neuralmean.progress import track
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact
+from neuralmean.scoring import Entry, Journal, Row, format_by_ending, format_of, write_rows
 
 KEPT_NOTES = 1000
-BATCH_SIZE = 64
 
 Model = str | nn.Module | Callable[[], nn.Module]
 
@@ -53,13 +51,14 @@ class ScoreRun:
     n_resumed: int = 0
     unreadable: list[Unreadable] = field(default_factory=list)
 
-    def count(self, scores: ChunkScores) -> ChunkScores:
-        """Add a chunk to the counts and return it."""
-        self.n_images += len(scores.names)
-        self.n_ood += sum(scores.is_ood)
-        self.n_unreadable += len(scores.unreadable)
-        self.unreadable.extend(scores.unreadable[: KEPT_NOTES - len(self.unreadable)])
-        return scores
+    def count(self, entries: Iterable[Entry]) -> Iterator[Row]:
+        """Count finished chunks and pass their rows on."""
+        for entry in entries:
+            self.n_images += len(entry.rows)
+            self.n_ood += sum(row.is_ood for row in entry.rows)
+            self.n_unreadable += len(entry.unreadable)
+            self.unreadable.extend(entry.unreadable[: KEPT_NOTES - len(self.unreadable)])
+            yield from entry.rows
 
 
 def reference(
@@ -96,17 +95,11 @@ def reference(
         column: The column of images in parquet files and datasets; None looks for one.
         on_unreadable: Called with each input that gives no image.
     """
+    work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
     network, how = resolve_model(model, preprocessing)
-    chosen = select_layers(network, layers)
-    chunks = Chunks(sources, size=chunk_size, column=column)
-    total = Reference.of_nothing(chosen)
-    with make_engine(network, Cluster(address, workers, threads, gpus), [chunks]) as engine:
-        job = ReferenceJob(chosen, Reading(how, batch_size))
-        for _, result in results_of(engine, job, chunks, description="Reference"):
-            total = total + result.reference
-            for note in result.unreadable:
-                if on_unreadable is not None:
-                    on_unreadable(note)
+    chosen, chunks = select_layers(network, layers), work.chunks(sources)
+    with work.engine(network, chunks) as engine:
+        total = add_up(engine, chosen, work.reading(how), chunks, on_unreadable)
     if not total.count:
         raise InputError("Expected `sources` to hold at least one image that can be read, but there is none.")
     return total
@@ -127,6 +120,8 @@ def score(
     chunk_size: int = CHUNK_SIZE,
     column: str | None = None,
     resume: bool = True,
+    format: str | None = None,  # noqa: A002 - what it is called everywhere
+    on_unreadable: Callable[[Unreadable], None] | None = None,
 ) -> ScoreRun:
     """Score every image in `sources` into one file, each exactly once, in order; higher = more OOD.
 
@@ -138,7 +133,7 @@ def score(
     Args:
         artefact: A saved detector.
         sources: What to score.
-        out: Where to: `.jsonl`, `.csv` or `.parquet`; rows have path, score, p_value, is_ood.
+        out: Where to: `.jsonl`, `.csv`, `.parquet` or, as a table, `.txt`; rows have path, score, p_value, is_ood.
         model: The model; None takes the spec in the saved file.
         preprocessing: What to do to the images; None takes what the saved file says.
         address: An existing Ray cluster; None works on this machine.
@@ -149,23 +144,23 @@ def score(
         chunk_size: Images that are handed out together.
         column: The column of images in parquet files and datasets.
         resume: Whether to go on from an earlier run.
+        format: `"json"` (a line each), `"csv"`, `"parquet"` or `"table"`; None goes by the ending of `out`.
+        on_unreadable: Called with each input that gives no image, but for those that an earlier run has met.
     """
     target = Path(out)
-    check_format(target)
-    saved = Artefact.read(artefact)
-    network, how = _from_header(saved, model, preprocessing)
-    from_artefact(Detector, saved, network, str(artefact))  # whatever does not fit shows now and not in a worker
-    chunks = Chunks(sources, size=chunk_size, column=column)
-    cluster = Cluster(address, workers, threads, gpus)
-    run_key = _digest([saved.header["digest"], how.to_json(), batch_size, chunk_size, threads, gpus > 0])
-    journal = Journal(target.with_name(target.name + ".partial"), run_key, resume=resume)
+    kind = format_by_ending(target) if format is None else format_of(target, format)
+    work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
+    saved, network, how = _open(artefact, model, preprocessing)
+    chunks = work.chunks(sources)
+    run = _digest([saved.header["digest"], how.to_json(), batch_size, chunk_size, threads, gpus > 0])
+    job = ScoreJob(saved, str(artefact), work.reading(how))
     outcome = ScoreRun()
-    with closing(journal), make_engine(network, cluster, [chunks]) as engine:
-        job = ScoreJob(saved, str(artefact), Reading(how, batch_size))
-        for chunk, result in results_of(engine, job, chunks, description="Scoring", journal=journal):
-            journal.add(chunk, result)
-        outcome.n_resumed = journal.n_resumed
-        write_scores(target, map(outcome.count, journal.read()))
+    with closing(Journal(target, run, resume=resume)) as journal, work.engine(network, chunks) as engine:
+        todo = _unfinished(journal, iter(chunks), outcome)
+        for chunk, result in run_job(engine, job, chunks, "Scoring", todo=todo):
+            journal.add(chunk.key, result.rows(), result.unreadable)
+            tell(on_unreadable, result.unreadable)
+        write_rows(target, kind, outcome.count(journal.entries()))
         journal.remove()
     return outcome
 
@@ -183,15 +178,16 @@ def stream(
     batch_size: int = BATCH_SIZE,
     chunk_size: int = CHUNK_SIZE,
     column: str | None = None,
+    on_unreadable: Callable[[Unreadable], None] | None = None,
 ) -> Iterator[ChunkScores]:
     """Yield the scores of `sources` chunk by chunk, in order, without a file; the arguments are those of `score`."""
-    saved = Artefact.read(artefact)
-    network, how = _from_header(saved, model, preprocessing)
-    from_artefact(Detector, saved, network, str(artefact))
-    chunks = Chunks(sources, size=chunk_size, column=column)
-    with make_engine(network, Cluster(address, workers, threads, gpus), [chunks]) as engine:
-        job = ScoreJob(saved, str(artefact), Reading(how, batch_size))
-        for _, result in results_of(engine, job, chunks, description="Scoring"):
+    work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
+    saved, network, how = _open(artefact, model, preprocessing)
+    chunks = work.chunks(sources)
+    job = ScoreJob(saved, str(artefact), work.reading(how))
+    with work.engine(network, chunks) as engine:
+        for _, result in run_job(engine, job, chunks, "Scoring"):
+            tell(on_unreadable, result.unreadable)
             yield result
 
 
@@ -209,18 +205,29 @@ def resolve_model(model: Model, preprocessing: Preprocessing | None) -> tuple[nn
     return network, preprocessing
 
 
-def make_engine(network: nn.Module, cluster: Cluster, sets: Sequence[Chunks]) -> Engine:
-    """Return an engine that leaves Ray a CPU to read datasets with, where there are any."""
-    return Engine(network, cluster, spare_cpus=1 if any(chunks.is_dataset for chunks in sets) else 0)
+def _unfinished(journal: Journal, chunks: Iterator[Chunk], outcome: ScoreRun) -> Iterator[Chunk]:
+    """Yield the chunks that are not in the journal, after cutting off what no longer fits them."""
+    pending, end = None, None
+    for entry in journal.entries():
+        pending = next(chunks, None)
+        if pending is None or pending.key != entry.key:
+            break
+        outcome.n_resumed += len(pending)
+        pending, end = None, entry.end
+    journal.cut(journal.start if end is None else end)
+    if pending is not None:
+        yield pending
+    yield from chunks
 
 
-def results_of(
-    engine: Engine, job: Job, chunks: Chunks, *, description: str, journal: Journal | None = None
-) -> Iterator[tuple[Chunk, Any]]:
-    """Yield every chunk that is not in the journal with its result, in order, with progress."""
-    todo = iter(chunks) if journal is None else journal.unfinished(iter(chunks))
-    total = None if chunks.is_dataset else chunks.count()
-    return track(engine.run(job, todo), description=description, total=total, size=lambda pair: len(pair[0]))
+def _open(
+    artefact: str | Path, model: Model | None, preprocessing: Preprocessing | None
+) -> tuple[Artefact, nn.Module, Preprocessing]:
+    """Return what a saved file holds, its model and its preprocessing, all fitting together."""
+    saved = Artefact.read(artefact)
+    network, how = _from_header(saved, model, preprocessing)
+    from_artefact(Detector, saved, network, str(artefact))  # whatever does not fit shows now and not in a worker
+    return saved, network, how
 
 
 def _from_header(saved: Artefact, model: Model | None, how: Preprocessing | None) -> tuple[nn.Module, Preprocessing]:

@@ -50,7 +50,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, value, least in (("workers", self.workers, 0), ("threads", self.threads, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if name == "workers" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"Expected `{name}` to be an integer of at least {least}, but got {value!r}.")
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, (int, float)) or not 0 <= self.gpus < 1e3:
             raise InputError(f"Expected `gpus` to be a number of GPUs for each worker, but got {self.gpus!r}.")

@@ -7,7 +7,8 @@ of each set, chosen at random, are brought to the driver, and only those images 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ from torch import nn
 
 from neuralmean.data import Batch
 from neuralmean.detector import Detector
-from neuralmean.distributed.api import BATCH_SIZE, Model, make_engine, resolve_model, results_of
-from neuralmean.distributed.chunks import CHUNK_SIZE, Chunks
+from neuralmean.distributed.api import Model, resolve_model
+from neuralmean.distributed.chunks import CHUNK_SIZE
 from neuralmean.distributed.engine import Cluster, Engine
-from neuralmean.distributed.jobs import Job, ReferenceJob, RowsJob
-from neuralmean.distributed.reading import Batches, Reading
+from neuralmean.distributed.jobs import RowsJob
+from neuralmean.distributed.reading import BATCH_SIZE, Batches, Reading
+from neuralmean.distributed.work import Work, add_up, run_job, tell
 from neuralmean.errors import InputError, NeuralMeanWarning
 from neuralmean.images import Unreadable
 from neuralmean.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.observer import Observer, Rows
 from neuralmean.preprocessing import Preprocessing
-from neuralmean.reference import Reference
 
 MAX_ROWS = 20_000
 
@@ -77,16 +78,14 @@ def fit(
         column: The column of images in parquet files and datasets.
         on_unreadable: Called with each input that gives no image.
     """
+    work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
     network, how = resolve_model(model, preprocessing)
-    chosen = select_layers(network, layers)
-    sets = [
-        None if sources is None else _Images(sources, chunk_size, column, max_rows)
-        for sources in (id_data, ood_data, held_out)
-    ]
-    chunks = [images.chunks for images in sets if images is not None]
-    with make_engine(network, Cluster(address, workers, threads, gpus), chunks) as engine:
-        office = _Office(network, engine, Reading(how, batch_size), on_unreadable)
-        given = None if _has_buffers(network, chosen) else office.reference(chosen, id_data, chunk_size, column)
+    chosen, reading = select_layers(network, layers), work.reading(how)
+    sets = [None if sources is None else _Images(work, sources, max_rows) for sources in (id_data, ood_data, held_out)]
+    with work.engine(network, *(images.chunks for images in sets if images is not None)) as engine:
+        office = _Office(network, engine, reading, _Once(on_unreadable))
+        everything = None if _has_buffers(network, chosen) else work.chunks(id_data)
+        given = None if everything is None else add_up(engine, chosen, reading, everything, office.on_unreadable)
         names = [layer.name for layer in chosen]
         detector = _RemoteDetector(network, office, layers=names, statistic=statistic, scorer=scorer, reference=given)
         detector.fit(sets[0], sets[1], held_out=sets[2], false_alarm_rate=false_alarm_rate)
@@ -98,45 +97,35 @@ class _Images:
 
     batch_size = 1  # so that the detector, which counts batches, counts images
 
-    def __init__(self, sources: Any, chunk_size: int, column: str | None, max_rows: int) -> None:
-        self.chunks = Chunks(sources, size=chunk_size, column=column, sample=max_rows)
-        self.total = Chunks(sources, size=chunk_size, column=column).count
+    def __init__(self, work: Work, sources: Any, max_rows: int) -> None:
+        self.chunks = work.chunks(sources, sample=max_rows)
+        self.total = work.chunks(sources).count
         self.max_rows = max_rows
 
     def __len__(self) -> int:
         return self.chunks.count()
 
 
+class _Once:
+    """Passes on what could not be read, once, although images may be read twice."""
+
+    def __init__(self, tell: Callable[[Unreadable], None] | None) -> None:
+        self._tell, self._told = tell, set[str]()
+
+    def __call__(self, note: Unreadable) -> None:
+        if self._tell is not None and note.path not in self._told:
+            self._told.add(note.path)
+            self._tell(note)
+
+
+@dataclass(frozen=True)
 class _Office:
-    """Gives out the work of a fit: the model, who runs it and how to read for it."""
+    """Whoever gives out the work of a fit: the model, who runs it, how to read for it, who hears of bad images."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        reading: Reading,
-        on_unreadable: Callable[[Unreadable], None] | None,
-    ) -> None:
-        self.model, self.engine, self.reading = model, engine, reading
-        self._on_unreadable = on_unreadable
-        self._noted: set[str] = set()
-
-    def reference(self, layers: tuple[Layer, ...], sources: Any, chunk_size: int, column: str | None) -> Reference:
-        """Return the reference of all images."""
-        chunks = Chunks(sources, size=chunk_size, column=column)
-        total = Reference.of_nothing(layers)
-        for result in self.run(ReferenceJob(layers, self.reading), chunks, "Reference"):
-            total = total + result.reference
-        return total
-
-    def run(self, job: Job, chunks: Chunks, description: str) -> Iterator[Any]:
-        """Yield the results of a job, and pass on what could not be read, once."""
-        for _, result in results_of(self.engine, job, chunks, description=description):
-            for note in result.unreadable:
-                if self._on_unreadable is not None and note.path not in self._noted:
-                    self._noted.add(note.path)
-                    self._on_unreadable(note)
-            yield result
+    model: nn.Module
+    engine: Engine
+    reading: Reading
+    on_unreadable: _Once
 
 
 class _RemoteObserver(Observer):
@@ -166,7 +155,8 @@ class _RemoteObserver(Observer):
             )
         self._find_head(data, name)
         job = RowsJob(self.layers, self._office.reading, variance=self._variance, head=self.head, crafted=crafted)
-        results = list(self._office.run(job, data.chunks, f"Reading {name}"))
+        results = [result for _, result in run_job(self._office.engine, job, data.chunks, f"Reading {name}")]
+        tell(self._office.on_unreadable, (note for result in results for note in result.unreadable))
         rows = [result.rows for result in results if result.rows is not None]
         if not rows:
             raise InputError(f"Expected `{name}` to hold at least one image that can be read, but there is none.")

@@ -22,6 +22,7 @@ from neuralmean.observer import Observer, Rows
 from neuralmean.recorder import Recorder
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact
+from neuralmean.scoring.rows import Row
 from neuralmean.synthesis import permute_blocks
 
 
@@ -49,6 +50,10 @@ class ChunkScores:
 
     def __len__(self) -> int:
         return len(self.names) + len(self.unreadable)
+
+    def rows(self) -> list[Row]:
+        """The same, image by image."""
+        return [Row(*row) for row in zip(self.names, self.score, self.p_value, self.is_ood, strict=True)]
 
 
 class ScoreJob:

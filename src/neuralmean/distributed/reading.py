@@ -24,6 +24,7 @@ from neuralmean.images.worker import Task
 from neuralmean.preprocessing import Preprocessing
 
 Pixels = NDArray[np.uint8]
+BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class Reading:
     """
 
     preprocessing: Preprocessing
-    batch_size: int = 64
+    batch_size: int = BATCH_SIZE
     max_pixels: int = MAX_PIXELS
     careful: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise InputError(f"Expected `batch_size` to be a positive integer, but got {self.batch_size!r}.")
 
 
 @dataclass

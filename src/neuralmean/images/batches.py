@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageBatch", "ImageBatches"]
 
 KEPT_NOTES = 1000
+MAX_WORKERS = 1024
 _FILES_PER_TASK = 64
 _FILES_PER_TASK_ANY_SIZE = 8  # where images keep their size, a task's memory has no other bound
 
@@ -84,6 +85,8 @@ class ImageBatches:
         ):
             if value < least:
                 raise InputError(f"Expected `{name}` to be at least {least}, but got {value!r}.")
+        if workers is not None and workers > MAX_WORKERS:
+            raise InputError(f"Expected `workers` to be at most {MAX_WORKERS} processes, but got {workers!r}.")
         self._paths = paths
         self._preprocessing = preprocessing
         self._batch_size = batch_size
@@ -168,12 +171,13 @@ class ImageBatches:
         limit = max(1, min(_FILES_PER_TASK, 50_000_000 // (height * width * channels)))
         for begin in range(0, n, limit):
             names = [row_name(path, row) for row in range(begin, min(begin + limit, n))]
-            if self._skip is None or not any(map(self._skip, names)):
+            # Asked once for each name, in order: who skips may count along.
+            kept = [place for place, name in enumerate(names) if self._skip is None or not self._skip(name)]
+            if len(kept) == len(names):
                 yield Task(tuple(names), path, begin), not as_it_is
                 continue
-            for place, name in enumerate(names):
-                if not self._skip(name):
-                    yield Task((name,), path, begin + place), not as_it_is
+            for place in kept:
+                yield Task((names[place],), path, begin + place), not as_it_is
 
     def _note_unreadable(self, note: Unreadable) -> None:
         self.n_unreadable += 1

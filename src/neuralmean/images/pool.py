@@ -58,11 +58,13 @@ def decode_in_order(
         max_pixels: Refuse larger images.
     """
     here = Decoder(preprocessing, max_pixels)
-    team = [_Worker(preprocessing, max_pixels, here) for _ in range(workers)]
+    team: list[_Worker] = []  # grows with the tasks: who asks for a thousand workers and has ten tasks gets ten
     under_way: deque[tuple[Task, _Worker | None]] = deque()
     turn = 0
     try:
         for task, for_worker in tasks:
+            if for_worker and len(team) < workers:
+                team.append(_Worker(preprocessing, max_pixels, here))
             worker = team[turn % len(team)] if for_worker and team else None
             if worker is not None:
                 worker.submit(task)

@@ -1,0 +1,24 @@
+"""Scores of many images as rows in one file: exactly once each, whole or not at all, and resumable.
+
+`rows` writes them, `journal` notes what is finished so that a killed run goes on, `local` scores in this process.
+`neuralmean.distributed` scores over many workers and uses the first two.
+"""
+
+from neuralmean.scoring.journal import Entry, Journal
+from neuralmean.scoring.local import CountedBatches, ScoreFile, Tally, score_images
+from neuralmean.scoring.rows import FORMATS, Row, format_by_ending, format_of, format_rows, write_rows
+
+__all__ = [
+    "FORMATS",
+    "CountedBatches",
+    "Entry",
+    "Journal",
+    "Row",
+    "ScoreFile",
+    "Tally",
+    "format_by_ending",
+    "format_of",
+    "format_rows",
+    "score_images",
+    "write_rows",
+]
