@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--cache")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--methods", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--markdown")
     parser.add_argument("--html")
     parser.add_argument("names", nargs="*", help="experiments; all if not given")
@@ -42,6 +43,7 @@ def main() -> int:
             cache=options.cache,
             limit=options.limit,
             methods=options.methods,
+            jobs=options.jobs,
             announce=announce,
         )
     announce(f"{len(rows)} rows")

@@ -171,7 +171,7 @@ class TestPerturbation:
         assert len(parts.validation) == 20
         np.testing.assert_array_equal(parts.validation, again.validation)
         assert (parts.validation != other.validation).any()
-        assert len(hold_out(1000, seed=0).validation) == 250
+        assert len(hold_out(1000, seed=0).validation) == 100
 
     def test_quality_is_tnr95_then_auroc(self):
         assert quality(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])) == (50.0, 75.0)
@@ -612,6 +612,23 @@ class TestGood:
         found = good.bound_loss(torch.tensor([1.0, 9.0, 2.0]), torch.tensor([0.5, 4.0, 0.25]), quantile=2 / 3)
         expected = np.mean([np.log(1.0 / 2 + 1), np.log(4.0 / 2 + 1), np.log(16.0 / 2 + 1)])
         assert float(found) == pytest.approx(expected)
+
+    def test_radius_and_weight_grow_with_the_steps(self, trained, monkeypatch):
+        torch.manual_seed(0)
+        network, method = good.SmallNetwork(3), baselines.make("good")
+        method._slow_steps = 10.0
+        outliers = torch.full((2, 3, 32, 32), 0.5)
+        tuner = Tuner(network, method.loss, trained)
+        monkeypatch.setattr(tuner, "draw_outliers", lambda count, generator: outliers)
+        images, labels = torch.rand(2, 3, 32, 32), torch.tensor([0, 1])
+        network.steps.fill_(4)  # the next one is the fifth of ten: half of both
+        found = method.loss(tuner, images, labels, torch.Generator())
+        low, high = tuner.normalise(outliers - 0.005), tuner.normalise(outliers + 0.005)
+        plain = tuner.normalise(outliers)
+        bound = good.bound_loss(network.largest_gap(low, high), network.largest_gap(plain, plain))
+        expected = torch.nn.functional.cross_entropy(network(tuner.normalise(images)), labels) + 0.15 * bound
+        torch.testing.assert_close(found, expected)
+        assert int(network.steps) == 5
 
     def test_bounds_are_for_its_own_network(self, trained, draw):
         tuner = Tuner(trained.model, baselines.make("good").loss, trained)

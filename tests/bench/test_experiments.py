@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from safetensors.torch import save_file
 
 from neuralmean.bench import baselines, experiments, models
 from neuralmean.bench.experiments import latency, paper, untrained
-from neuralmean.bench.experiments.base import cases
+from neuralmean.bench.experiments.base import Experiment, cases
 from neuralmean.bench.experiments.batch_size import batch_scores
 from neuralmean.bench.experiments.inputs import Inputs
+from neuralmean.bench.experiments.jobs import Piece, Settings, run_at_once
 from neuralmean.bench.experiments.layers import first_counts
-from neuralmean.bench.experiments.workbench import Workbench
+from neuralmean.bench.experiments.workbench import Sizes, Workbench
+from neuralmean.bench.protocols import few_shot
 from neuralmean.bench.results import COLUMNS, Results
 from neuralmean.errors import InputError, NeuralMeanWarning
 
@@ -201,6 +205,80 @@ def test_table_experiments_run_under_their_protocols(folders, tmp_path, monkeypa
     assert by_name["zero-shot", "svhn", "energy"]["auroc"] == by_name["full-access", "svhn", "energy"]["auroc"]
 
 
+def without_times(rows):
+    times = ("seconds", "score_ms_per_image", "peak_mb", "ratio", "latency_ms", "plain_ms", "repeats")
+    kept = [{key: value for key, value in row.items() if not key.endswith(times)} for row in rows]
+    return sorted(kept, key=lambda row: [str(row.get(name)) for name in ("experiment", "ood", "method", "setting")])
+
+
+def test_two_processes_end_with_the_same_rows_as_one(rows, folders, tmp_path):
+    said = []
+    names, methods = ["transfer", "batch-size"], ["msp", "energy", "ours-avg", "ours-lr", "ours-lr-nvd"]
+    where = {"data": folders / "data", "weights": folders / "weights", "out": tmp_path / "rows.json"}
+    got = experiments.run(names, limit=50, methods=methods, jobs=2, announce=said.append, **where)
+    assert without_times(got) == without_times([row for row in rows if row["experiment"] in names])
+    assert len(said) == 3 + 1  # MSP, Energy and Ours-LR each by itself, and the mini-batches
+    assert said[-1].endswith("(4 of 4 done)")
+
+
+class Deadly(Experiment):
+    name = "deadly"
+
+    def run(self, bench, case):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_the_system_ends_is_one_clear_error(folders, tmp_path):
+    settings = Settings(folders / "data", folders / "weights", tmp_path / "rows.json", tmp_path)
+    inputs = Inputs(folders / "data", folders / "weights")
+    (case,) = cases(["resnet20"], "cifar10", ["svhn"])
+    with pytest.raises(InputError, match="but the system ended one"):
+        run_at_once([Piece(Deadly(), case)], settings, inputs, lambda line: None, 2)
+
+
+def test_every_method_stands_in_one_table_judged_by_the_same_images(folders, tmp_path, monkeypatch):
+    methods = experiments.get("methods")
+    assert set(baselines.names()) - set(methods.methods) == {name for name in baselines.names() if "nvd" in name}
+    small = cases(["resnet20"], "cifar10", ["svhn", "cifar100"], learns_from=["cifar100"])
+    monkeypatch.setattr(methods, "cases", small, raising=False)
+    monkeypatch.setattr("neuralmean.bench.experiments.workbench.USUAL", Sizes(fit=60, judge=60, heavy=52))
+    monkeypatch.setattr("neuralmean.bench.experiments.workbench.SIZES", {})
+    rows = experiments.run(
+        ["methods"],
+        data=folders / "data",
+        weights=folders / "weights",
+        out=tmp_path / "rows.json",
+        methods=["energy", "ours-lr", "good"],
+    )
+    found = {(row["method"], row["ood"]): (row["protocol"], row["fit_ood"]) for row in rows}
+    assert found == {
+        ("energy", "svhn"): ("zero-shot", None),
+        ("energy", "cifar100"): ("zero-shot", None),
+        ("ours-lr", "svhn"): ("transfer", "cifar100"),
+        ("ours-lr", "cifar100"): ("full-access", "cifar100"),
+        ("good", "svhn"): ("transfer", "cifar100"),
+        ("good", "cifar100"): ("full-access", "cifar100"),
+    }
+    assert {(row["n_id"], row["n_ood"]) for row in rows} == {(52, 52)}
+
+
+def test_a_heavy_method_gets_fewer_draws_and_images_and_is_left_out_on_a_slow_model(folders, tmp_path):
+    bench = Workbench(Inputs(folders / "data", folders / "weights"), Results(tmp_path / "rows.json"), tmp_path)
+    judged = [bench.judge_set(name, "resnet20") for name in ("cifar10", "svhn")]
+    fits = [bench.fit_set(name, "resnet20", apart_from=judged) for name in ("cifar10", "svhn")]
+    draws = few_shot(*fits)
+    facts = {"experiment": "few-shot", "model": "resnet20", "id": "cifar10"}
+    bench.compare(facts, "good", draws, judged[0], judged[1:])
+    bench.compare(facts, "energy", draws, judged[0], judged[1:])
+    assert [row["draws"] for row in bench.results] == [3, 10]
+    leaves_out = experiments.get("few-shot").leaves_out
+    assert leaves_out(baselines.make("odin"), "densenet100")
+    assert not leaves_out(baselines.make("odin"), "resnet56")
+    assert not leaves_out(baselines.make("energy"), "densenet100")
+    assert not experiments.get("full-access").leaves_out(baselines.make("odin"), "densenet100")
+    assert experiments.get("full-access").leaves_out(baselines.make("oe"), "densenet100")
+
+
 class TestAvailable:
     def test_it_says_what_can_be_run_and_what_is_missing(self, folders):
         found = {one.name: one for one in experiments.available(folders / "data", folders / "weights")}
@@ -225,6 +303,7 @@ class TestAvailable:
             "variance",
             "batch-size",
             "untrained",
+            "methods",
             "ablation",
         ]
 
@@ -250,6 +329,10 @@ class TestErrors:
         with pytest.raises(InputError, match=r"Expected the name of a method, but got 'mspp'"):
             experiments.run(["transfer"], methods=["mspp"], **self.where(folders, tmp_path))
         assert not (tmp_path / "rows.json").exists()
+
+    def test_no_process_at_all_is_an_error(self, folders, tmp_path):
+        with pytest.raises(InputError, match="Expected `jobs` to be at least 1, but got 0"):
+            experiments.run(["transfer"], jobs=0, **self.where(folders, tmp_path))
 
     def test_a_limit_too_small_to_draw_from_is_an_error(self, folders, tmp_path):
         with pytest.raises(InputError, match="Expected `limit` to be None or at least 50 images a set, but got 10"):

@@ -16,9 +16,11 @@ from torch import nn
 
 from neuralmean.bench import features
 from neuralmean.bench.data.imageset import ImageSet
-from neuralmean.bench.features import Store, compute
+from neuralmean.bench.features import Store, _Entry, _key, _observe, compute
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import ArtefactError, NeuralMeanWarning
+from neuralmean.layers import select_layers
+from neuralmean.observer import FIND_HEAD, Observer
 
 
 class Toy(nn.Module):
@@ -179,11 +181,32 @@ def test_a_run_killed_by_the_system_loses_at_most_one_part(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_two_runs_at_once_take_turns_and_agree(tmp_path):
+def test_two_runs_at_once_share_the_work_and_agree(tmp_path):
     children = [spawn(tmp_path, tmp_path / "cache") for _ in range(2)]
     lines = [child.communicate()[0].split() for child in children]
-    assert sorted(int(line[0]) for line in lines) == [0, 2 + 20]  # one works, the other reads
+    seen = [int(line[0]) for line in lines]
+    assert sum(seen) == 20 + 2 * sum(count > 0 for count in seen)  # no image twice; who works looks at two first
     assert lines[0][1] == lines[1][1]
+
+
+def test_a_part_that_one_run_works_on_is_left_to_it_by_another(tmp_path):
+    trained, images = make_trained(), make_images(12)
+    layers = select_layers(trained.model)
+    observer = Observer(trained.model, layers, variance=False, head=FIND_HEAD)
+    key = _key(trained, images, layers, False)
+    one, other = (_Entry(tmp_path, key, len(images)) for _ in range(2))
+    mine, theirs = one.claims(), other.claims()
+    assert (next(mine), next(theirs)) == (0, 1)
+    for entry, part in ((other, 1), (one, 0)):
+        with entry.turn():
+            entry.write(part, _observe(observer, trained, images, *entry.span(part)), 0.0)
+    assert next(mine) == 2  # after its own part 0 it sees that part 1 is done
+    mine.close()  # as if that run had died
+    assert next(theirs) == 2
+    with other.turn():
+        other.write(2, _observe(observer, trained, images, *other.span(2)), 0.0)
+    assert list(theirs) == []
+    torch.testing.assert_close(other.open(layers).means, compute(trained, images).means)
 
 
 def entry_of(root):

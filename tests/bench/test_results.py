@@ -103,6 +103,13 @@ def test_a_file_with_something_else_is_refused_and_left_alone(tmp_path, content)
     assert path.read_text() == content
 
 
+def test_a_file_without_end_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "rows.json").write_text(" " * 101)
+    monkeypatch.setattr(results, "MOST_BYTES", 100)
+    with pytest.raises(ArtefactError, match="it cannot be read: it has more than 0 MB"):
+        read_rows(tmp_path / "rows.json")
+
+
 def test_a_missing_file_to_read_is_one_clear_error(tmp_path):
     with pytest.raises(ArtefactError, match=r"but there is none. Make one with `nmd bench run`"):
         read_rows(tmp_path / "none.json")
@@ -119,3 +126,12 @@ def test_a_value_that_json_cannot_hold_is_refused_before_the_file_changes(tmp_pa
 def test_no_rows_make_an_empty_list(tmp_path):
     results.write_rows(tmp_path / "rows.json", [])
     assert read_rows(tmp_path / "rows.json") == []
+
+
+def test_two_who_add_to_one_file_keep_each_others_rows(tmp_path):
+    one, other = Results(tmp_path / "rows.json"), Results(tmp_path / "rows.json")
+    one.add(make_row(figures(ood="svhn")))
+    other.add(make_row(figures(ood="lsun")))
+    one.add(make_row(figures(ood="isun")))
+    assert [row["ood"] for row in read_rows(tmp_path / "rows.json")] == ["svhn", "lsun", "isun"]
+    assert len(one) == 3

@@ -257,7 +257,7 @@ class TestCheckpoint:
         assert _same(stopped, other)
 
     def test_leftovers_of_a_kill_while_writing_are_removed(self, stopped):
-        leftover = stopped.with_name(f".{checkpoint_of(stopped).name}.1-ab.tmp")
+        leftover = stopped.with_name(f".{checkpoint_of(stopped).name}.0123456789ab.nmd-tmp")
         leftover.write_bytes(b"part")
         train("resnet20", _images(40), out=stopped, recipe=TINY)
         assert [entry.name for entry in stopped.parent.iterdir()] == ["a.safetensors"]

@@ -2,8 +2,8 @@
 
 An entry belongs to everything that its numbers depend on: the weights, the preprocessing, the images, the layers. It is
 written part by part, each with a digest, so that one mechanism serves three needs: a killed run goes on where it stopped,
-a damaged file is noticed and only its damaged parts are computed again, and nobody reads a part that is not whole. Two
-runs at once take turns by a lock that the system releases when a process dies. Knows nothing of methods or protocols.
+a damaged file is noticed and only its damaged parts are computed again, and nobody reads a part that is not whole. Runs
+at once share the parts among them by locks that the system releases when a process dies. Knows nothing of methods.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import sys
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.data import Batch
 from neuralmean.errors import ArtefactError, NeuralMeanWarning
-from neuralmean.files import write_atomically
+from neuralmean.files import locked, write_atomically
 from neuralmean.fingerprint import fingerprint
 from neuralmean.layers import Layer, select_layers
 from neuralmean.observer import FIND_HEAD, Observer, Rows
@@ -36,7 +36,6 @@ from neuralmean.progress import track
 
 FORMAT = 1
 PART = 500  # images in one part of an entry
-BATCH = 100
 ARRAYS = ("means", "variances", "logits", "feature")
 _INDEX = "entry.json"
 
@@ -121,21 +120,24 @@ class Store:
 
     def _read(self, entry: _Entry, trained: TrainedModel, images: ImageSet, layers: tuple[Layer, ...]) -> Features:
         entry.make_folder()
-        with _locked(entry.folder / "lock"):
+        with entry.turn():
             entry.load()
-            missing = entry.missing()
-            if missing:
-                observer = Observer(trained.model, layers, variance=entry.key["variance"], head=FIND_HEAD)
-                what = f"{trained.name} on {images.name} ({images.split})"
-                spans = [(part, *entry.span(part)) for part in missing]
-                total = sum(stop - start for _, start, stop in spans)
-                for part, start, stop in track(
-                    spans, description=what, total=total, size=lambda span: span[2] - span[1]
-                ):
-                    begun = time.perf_counter()
-                    rows = _observe(observer, trained, images, start, stop)
+        missing = entry.missing()
+        if missing:
+            observer = Observer(trained.model, layers, variance=entry.key["variance"], head=FIND_HEAD)
+            what = f"{trained.name} on {images.name} ({images.split})"
+
+            def images_of(part: int) -> int:
+                start, stop = entry.span(part)
+                return stop - start
+
+            total = sum(map(images_of, missing))
+            for part in track(entry.claims(), description=what, total=total, size=images_of):
+                begun = time.perf_counter()
+                rows = _observe(observer, trained, images, *entry.span(part))
+                with entry.turn():
                     entry.write(part, rows, time.perf_counter() - begun)
-            return entry.open(layers)
+        return entry.open(layers)
 
 
 class _Entry:
@@ -155,6 +157,37 @@ class _Entry:
     def span(self, part: int) -> tuple[int, int]:
         return part * PART, min(self.rows, (part + 1) * PART)
 
+    def turn(self) -> AbstractContextManager[bool]:
+        """Inside the block no other process changes the entry."""
+        return locked(self.folder / "lock")
+
+    def claims(self) -> Iterator[int]:
+        """Yield the missing parts one by one, each to be computed by this process: several share the work on an entry."""
+        while missing := self.missing():
+            for part in missing:
+                with locked(self._claim(part), wait=False) as mine:
+                    if mine and self._still_missing(part):
+                        yield part
+                        break
+            else:  # all of them are in the hands of others: wait for one, and look again
+                with locked(self._claim(missing[0])):
+                    self._still_missing(missing[0])
+
+    def _claim(self, part: int) -> Path:
+        return self.folder / f"lock-{part}"
+
+    def _still_missing(self, part: int) -> bool:
+        with self.turn():
+            self._catch_up()
+        return self.parts[part] is None
+
+    def _catch_up(self) -> None:
+        """Look at the index again, for what others have done in the meantime."""
+        held = _read_json(self.folder / _INDEX)
+        if held is not None and held.get("key") == self.key and len(held["parts"]) == len(self.parts):
+            self.widths = held["widths"]
+            self.parts = [own or other for own, other in zip(self.parts, held["parts"], strict=True)]
+
     def missing(self) -> list[int]:
         return [index for index, part in enumerate(self.parts) if part is None]
 
@@ -167,6 +200,7 @@ class _Entry:
         wanted = {"key": self.key, "rows": self.rows, "part": PART}
         if held is None or any(held.get(name) != value for name, value in wanted.items()):
             self._complain("its index cannot be read")
+            index.unlink()
             return
         self.widths, claimed = held["widths"], held["parts"]
         try:
@@ -174,6 +208,7 @@ class _Entry:
         except (OSError, ValueError, EOFError) as error:
             self.widths = {}
             self._complain(f"{type(error).__name__}: {error}")
+            index.unlink()
             return
         for number, part in enumerate(claimed):
             if part is not None and self._digest(arrays, number) == part["digest"]:
@@ -181,6 +216,7 @@ class _Entry:
         lost = sum(part is not None for part in claimed) - sum(part is not None for part in self.parts)
         if lost:
             self._complain(f"{lost} of {len(claimed)} parts have another digest")
+            self._write_index()
 
     def write(self, part: int, rows: Rows, seconds: float) -> None:
         """Put the rows of one part on disk, then say in the index that they are there."""
@@ -189,6 +225,7 @@ class _Entry:
             name: np.ascontiguousarray(value.float().numpy()) for name, value in tensors.items() if value is not None
         }
         try:
+            self._catch_up()
             if not self.widths:
                 self._create({name: array.shape[1] for name, array in arrays.items()})
             start, _ = self.span(part)
@@ -305,39 +342,3 @@ def _cannot_write(folder: Path, error: OSError) -> ArtefactError:
     return ArtefactError(
         f"Expected to keep features in {str(folder)!r}, but {why}. Choose another cache folder; parts that are done stay."
     )
-
-
-@contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Hold an exclusive lock on `path`; the system lets it go when the process ends, however it ends."""
-    try:
-        handle = path.open("a+b")
-    except OSError as error:
-        raise _cannot_write(path.parent, error) from error
-    with handle:
-        _lock(handle)
-        try:
-            yield
-        finally:
-            _unlock(handle)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(handle: IO[bytes]) -> None:
-        handle.seek(0)
-        msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK, 1)
-
-    def _unlock(handle: IO[bytes]) -> None:
-        handle.seek(0)
-        msvcrt.locking(handle.fileno(), msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def _lock(handle: IO[bytes]) -> None:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-
-    def _unlock(handle: IO[bytes]) -> None:
-        fcntl.flock(handle, fcntl.LOCK_UN)

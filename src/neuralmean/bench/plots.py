@@ -15,6 +15,7 @@ from neuralmean.bench.results import Row
 from neuralmean.errors import MissingExtraError
 
 GREEN, RED, BLUE, PINK = "#21901f", "#e02020", "#5b7fc7", "#d6549c"
+MOST_BARS = 10  # side by side for an OOD set; with more methods their means are easier to read
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def draw(experiment: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> list[
         return [_latency(rows)]
     if experiment == "variance":
         return []
-    if experiment == "ablation":
+    crowded = len({row["method"] for row in rows}) > MOST_BARS
+    if experiment == "ablation" or crowded:
         return [_ladder(experiment, model, inside, rows) for model, inside in _pairs(rows)]
     return [_bars(experiment, model, inside, rows) for model, inside in _pairs(rows)]
 
@@ -80,7 +82,7 @@ def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot
 
 
 def _ladder(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot:
-    """Mean AUROC over the OOD sets: peers, ours, and parts of ours, one bar each."""
+    """Mean AUROC over the OOD sets: peers, ours, and where they were measured parts of ours, one bar each."""
     found: dict[str, list[float]] = {}
     ours: dict[str, bool] = {}
     for row in rows:
@@ -101,7 +103,7 @@ def _ladder(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Pl
     axes.set_xlim(min(60.0, *means.values(), 100.0) - 2, 101)
     axes.set_xlabel("mean AUROC over the OOD sets, %", fontsize=8)
     axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
-    alt = f"Mean AUROC of peers, of ours and of its parts, {_model(model)} on {_set(inside)}"
+    alt = f"Mean AUROC of peers and of ours, {_model(model)} on {_set(inside)}"
     return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
 
 

@@ -86,10 +86,10 @@ def build(rows: Sequence[Row]) -> list[Section]:
     """Return a section for every experiment that has rows, in the order of the paper."""
     sections = []
     for name in experiments.names():
-        own = [row for row in rows if row["experiment"] == name]
+        experiment = experiments.get(name)
+        own = in_order(experiment, [row for row in rows if row["experiment"] == name])
         if not own:
             continue
-        experiment = experiments.get(name)
         sections.append(
             Section(
                 name,
@@ -101,6 +101,27 @@ def build(rows: Sequence[Row]) -> list[Section]:
             )
         )
     return sections
+
+
+def in_order(experiment: experiments.Experiment, rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of the experiment's cases, methods and OOD sets, whatever order they were measured in."""
+    cases = [(case.model, case.id) for case in experiment.cases]
+    sets = {(case.model, case.id): case.oods for case in experiment.cases}
+
+    def place(row: Row) -> tuple[int, int, bool, int]:
+        case = (row["model"], row["id"])
+        return (
+            _index(cases, case),
+            _index(experiment.methods, row["method"]),
+            bool(row.get("setting")),
+            0 if row.get("setting") else _index(sets.get(case, ()), row["ood"]),
+        )
+
+    return sorted(rows, key=place)
+
+
+def _index(known: Sequence[Any], value: Any) -> int:
+    return known.index(value) if value in known else len(known)
 
 
 def _tables(name: str, rows: Sequence[Row]) -> list[Table]:

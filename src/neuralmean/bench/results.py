@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neuralmean.errors import ArtefactError, InputError
-from neuralmean.files import write_atomically
+from neuralmean.files import locked, write_atomically
 
 COLUMNS = (
     "experiment",
@@ -31,6 +31,8 @@ COLUMNS = (
 )
 # What tells one row from another; `setting` is what an experiment varies besides (a batch size, a number of layers).
 IDENTITY = ("experiment", "model", "id", "ood", "method", "protocol", "seed", "setting", "limit")
+
+MOST_BYTES = 1 << 28  # of a results file; a row has less than a kilobyte, or some with the scores of mini-batches
 
 Row = dict[str, Any]
 
@@ -64,6 +66,8 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 class Results:
     """A JSON file with a list of rows; every added row is on disk before the next one is computed.
 
+    Several processes may add rows to one file: each takes its turn and keeps what the others wrote.
+
     Args:
         path: The file; it need not exist yet.
 
@@ -87,9 +91,11 @@ class Results:
         return held if held is not None and held.get("inputs") == row.get("inputs") else None
 
     def add(self, row: Row) -> None:
-        """Add a row, in place of one with the same identity, and write the file."""
-        rows = {**self._rows, identity(row): row}
-        write_rows(self.path, list(rows.values()))
+        """Add a row, in place of one with the same identity, to what is in the file by now, and write it."""
+        with locked(self.path.with_name(f".{self.path.name}.lock")):
+            there = read_rows(self.path) if self.path.exists() else []
+            rows = {identity(one): one for one in (*there, row)}
+            write_rows(self.path, list(rows.values()))
         self._rows = rows
 
 
@@ -101,7 +107,11 @@ def read_rows(path: Path | str) -> list[Row]:
     """
     path = Path(path)
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as handle:
+            content = handle.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES >> 20} MB")
+        held = json.loads(content.decode("utf-8"))
     except FileNotFoundError:
         raise ArtefactError(
             f"Expected a results file at {str(path)!r}, but there is none. Make one with `nmd bench run`."

@@ -21,6 +21,7 @@ from neuralmean.bench.baselines.measure import Meter
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.features import Features
 from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer
 
@@ -107,7 +108,7 @@ class View:
         self._check("images")
         return self._images.images if self._rows is None else self._images.images[self._rows]
 
-    def batches(self, size: int = 100) -> Iterator[Tensor]:
+    def batches(self, size: int = BATCH) -> Iterator[Tensor]:
         """Yield the images as the model wants them, shape (size, 3, 32, 32), on the model's device."""
         pixels = self.pixels
         device = next((parameter.device for parameter in self._trained.model.parameters()), torch.device("cpu"))

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, View
-from neuralmean.bench.baselines.perturbation import BATCH
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.train.augment import shift_and_flip
 from neuralmean.bench.train.loop import Setting, run
@@ -34,9 +34,9 @@ from neuralmean.running import device_of
 class Budget:
     """How long a copy is trained: at most so many images of each kind, so many times."""
 
-    images: int = 2048
+    images: int = 1024
     epochs: int = 2
-    batch_size: int = 64
+    batch_size: int = 32
     learning_rate: float = 0.001
 
 
@@ -141,7 +141,7 @@ class FineTuned(Method):
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
         with torch.no_grad():
-            return torch.cat([self.score_outputs(self.network(batch)) for batch in examples.batches(BATCH)])
+            return torch.cat([self.score_outputs(self.network(batch)) for batch in examples.batches()])
 
     def suits(self, trained: TrainedModel) -> bool:
         """Whether the model has classes."""
@@ -160,6 +160,26 @@ class FineTuned(Method):
         if self._trained is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
         return self._trained
+
+
+class NewHead(FineTuned):
+    """Base of methods whose copy gets another last layer and is trained by cross-entropy."""
+
+    budget = Budget(learning_rate=0.01)
+
+    def new_head(self, old: nn.Linear) -> nn.Module:
+        """Make the new layer from the old one."""
+        raise NotImplementedError
+
+    def prepare(self, context: Context) -> nn.Module:
+        """Return a copy of the model with the new head."""
+        network = super().prepare(context)
+        replace_head(network, next(context.inliers.batches(1)), self.new_head)
+        return network
+
+    def loss(self, tuner: Tuner, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Cross-entropy of one batch of images in [0, 1]."""
+        return F.cross_entropy(tuner.model(tuner.normalise(images)), labels)
 
 
 def counted_copy(model: nn.Module) -> nn.Module:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, View
-from neuralmean.bench.baselines.finetune import Budget, FineTuned, Tuner, replace_head
-from neuralmean.bench.baselines.perturbation import BATCH, batches_of, hold_out, signs
+from neuralmean.bench.baselines.finetune import NewHead
+from neuralmean.bench.baselines.perturbation import batches_of, hold_out, signs
 
 STEPS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)  # the paper's
 
@@ -39,7 +39,7 @@ class DividingHead(nn.Module):
         return cosine / gate.sigmoid()
 
 
-class GeneralizedOdin(FineTuned):
+class GeneralizedOdin(NewHead):
     r"""Scores an image by its largest :math:`h_k` after a step that raises it.
 
     .. math::
@@ -53,21 +53,14 @@ class GeneralizedOdin(FineTuned):
     title = "G-ODIN"
     paper = "Hsu et al., Generalized ODIN, CVPR 2020"
     uses_gradients = True
-    budget = Budget(learning_rate=0.01)
 
     def __init__(self) -> None:
         super().__init__()
         self.step = STEPS[0]
 
-    def prepare(self, context: Context) -> nn.Module:
-        """Return a copy of the model with the new head."""
-        network = super().prepare(context)
-        replace_head(network, next(context.inliers.batches(1)), DividingHead)
-        return network
-
-    def loss(self, tuner: Tuner, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Cross-entropy of one batch of images in [0, 1]."""
-        return F.cross_entropy(tuner.model(tuner.normalise(images)), labels)
+    def new_head(self, old: nn.Linear) -> nn.Module:
+        """Make the new layer from the old one."""
+        return DividingHead(old)
 
     def fit(self, context: Context) -> None:
         """Train the copy, then choose the step on ID images."""
@@ -83,7 +76,7 @@ class GeneralizedOdin(FineTuned):
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
         found = []
-        for batch in examples.batches(BATCH):
+        for batch in examples.batches():
             moved = batch + self.step * self._direction(batch)
             with torch.no_grad():
                 found.append(-self._largest(moved))

@@ -14,6 +14,7 @@ from neuralmean.running import device_of
 
 RADIUS = 0.01  # of the neighbourhood, in images scaled to [0, 1]; the paper's
 WEIGHT = 0.3  # the paper's
+SLOW_START = 0.6  # share of the steps in which radius and weight grow to their values
 QUANTILE = 0.8  # share of the OOD images, the easiest, that the bound is trained on: GOOD_80
 CHANNELS = (3, 32, 64)
 
@@ -31,6 +32,8 @@ class SmallNetwork(nn.Module):
             nn.ReLU(),
         )
         self.head = nn.Linear(128, num_classes)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of training so far, kept in checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, size, size) to logits (N, num_classes)."""
@@ -61,18 +64,26 @@ class Good(FineTuned):
 
     :math:`I_q` are the 80 % of the OOD images with the smallest bound. Scaled down: the paper trains a larger
     convolutional network on all of CIFAR-10 and 80 Million Tiny Images for hundreds of epochs; here one of 4 layers
-    learns from at most 4,096 images of each kind for 10 epochs, without the slow start of radius and weight. The network
-    takes the place of the given model, which is not used.
+    learns from at most 4,096 images of each kind for 10 epochs. Radius and weight start at zero and grow, as in the
+    paper: without it the network can end with the same answer to everything. The network takes the place of the given
+    model, which is not used.
     """
 
     name = "good"
     title = "GOOD"
     paper = "Bitterwolf et al., Certifiably Adversarially Robust Detection of Out-of-Distribution Data, NeurIPS 2020"
     uses_outliers = True
-    budget = Budget(images=4096, epochs=10, batch_size=128, learning_rate=0.02)
+    budget = Budget(images=4096, epochs=10, batch_size=32, learning_rate=0.02)
+    version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slow_steps = 1.0
 
     def prepare(self, context: Context) -> nn.Module:
         """Return a new small network; its weights depend on the seed alone."""
+        images = min(len(context.inliers), self.budget.images)
+        self._slow_steps = SLOW_START * self.budget.epochs * images / min(self.budget.batch_size, images)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(context.seed)
             network = SmallNetwork(context.trained.num_classes, context.trained.size)
@@ -83,11 +94,14 @@ class Good(FineTuned):
         network = tuner.model
         if not isinstance(network, SmallNetwork):
             raise TypeError("bounds are known for this method's own network only")
+        network.steps += 1
+        share = min(1.0, int(network.steps) / self._slow_steps)
         outliers = tuner.draw_outliers(len(images), generator)
         plain = tuner.normalise(outliers)
-        low, high = (tuner.normalise((outliers + change).clamp(0, 1)) for change in (-RADIUS, RADIUS))
+        low, high = (tuner.normalise((outliers + share * change).clamp(0, 1)) for change in (-RADIUS, RADIUS))
         bounded, exact = network.largest_gap(low, high), network.largest_gap(plain, plain)
-        return F.cross_entropy(network(tuner.normalise(images)), labels) + WEIGHT * bound_loss(bounded, exact)
+        bound = share * WEIGHT * bound_loss(bounded, exact)
+        return F.cross_entropy(network(tuner.normalise(images)), labels) + bound
 
     def score_outputs(self, outputs: Tensor) -> Tensor:
         """Score logits (N, K); higher = more OOD."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.activations import OUTPUT, Place, capturing, convolutions, stages
 from neuralmean.bench.baselines.base import Context, Method, View
-from neuralmean.bench.baselines.perturbation import BATCH, batches_of, hold_out
+from neuralmean.bench.baselines.perturbation import batches_of, hold_out
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import NotFittedError
 
@@ -33,6 +33,7 @@ class Gram(Method):
     title = "Gram"
     paper = "Sastry & Oore, Detecting Out-of-Distribution Examples with Gram Matrices, ICML 2020"
     reads = frozenset({"images"})
+    heavy = True
 
     def __init__(self) -> None:
         self._trained: TrainedModel | None = None
@@ -64,7 +65,7 @@ class Gram(Method):
         """Score each image, shape (N,); higher = more OOD."""
         if self._trained is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
-        return torch.cat([(self._deviations(batch) / self._expected).sum(dim=1) for batch in examples.batches(BATCH)])
+        return torch.cat([(self._deviations(batch) / self._expected).sum(dim=1) for batch in examples.batches()])
 
     def suits(self, trained: TrainedModel) -> bool:
         """Whether the model has classes."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuralmean.bench.baselines.activations import Place, capturing, pooled, stages
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.gaussians import Gaussians
-from neuralmean.bench.baselines.perturbation import BATCH, Rows, batches_of, hold_out, quality, signs
+from neuralmean.bench.baselines.perturbation import Rows, batches_of, hold_out, quality, signs
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.layers import layer_slices
@@ -28,7 +28,7 @@ class Mahalanobis(Method):
         \hat x_l = x + \epsilon \, \mathrm{sign}(\nabla_x M_l(x)), \quad s(x) = -\sum_l \alpha_l M_l(\hat x_l)
 
     :math:`f_l` is the mean over positions. The Gaussians are fitted on in-distribution images; step and weights on at
-    most 250 others of each kind: the weights on one half of them, the step by TNR at 95 % TPR on the other half, then
+    most 100 others of each kind: the weights on one half of them, the step by TNR at 95 % TPR on the other half, then
     the weights again on both.
     """
 
@@ -74,7 +74,7 @@ class Mahalanobis(Method):
         """Score each image, shape (N,); higher = more OOD."""
         if self._trained is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
-        distances = self._distances(examples.batches(BATCH), (self.step,))[0]
+        distances = self._distances(examples.batches(), (self.step,))[0]
         return distances @ self._weights + self._offset
 
     def suits(self, trained: TrainedModel) -> bool:

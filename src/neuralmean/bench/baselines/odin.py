@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, View
-from neuralmean.bench.baselines.perturbation import BATCH, batches_of, hold_out, quality, signs
+from neuralmean.bench.baselines.perturbation import batches_of, hold_out, quality, signs
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import NotFittedError
 
@@ -25,7 +25,7 @@ class Odin(Method):
         \tilde x = x - \epsilon \, \mathrm{sign}(-\nabla_x \log \max_k S_k(x; T)), \quad
         s(x) = -\max_k S_k(\tilde x; T), \quad S(x; T) = \mathrm{softmax}(f(x) / T)
 
-    Temperature and step are the pair with the best TNR at 95 % TPR on at most 250 images of each kind, drawn from what
+    Temperature and step are the pair with the best TNR at 95 % TPR on at most 100 images of each kind, drawn from what
     the protocol gives.
     """
 
@@ -59,7 +59,7 @@ class Odin(Method):
         if trained is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
         return torch.cat(
-            [odin(trained.model, batch, self.temperature, self.step, trained.std) for batch in examples.batches(BATCH)]
+            [odin(trained.model, batch, self.temperature, self.step, trained.std) for batch in examples.batches()]
         )
 
     def suits(self, trained: TrainedModel) -> bool:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context
-from neuralmean.bench.baselines.finetune import Budget, FineTuned, Tuner, replace_head
+from neuralmean.bench.baselines.finetune import NewHead
 from neuralmean.bench.baselines.perturbation import batches_of, hold_out
 
 MOST = 2000  # images that the subspaces are found from
@@ -32,7 +32,7 @@ class SubspaceHead(nn.Module):
         return F.linear(F.normalize(feature, dim=1), self.weight).abs() if self.training else feature
 
 
-class OneDimensional(FineTuned):
+class OneDimensional(NewHead):
     r"""Scores an image by the angle between its feature and the closest class's first singular vector.
 
     .. math::
@@ -46,21 +46,14 @@ class OneDimensional(FineTuned):
     name = "1d"
     title = "1D"
     paper = "Zaeemzadeh et al., Out-of-Distribution Detection Using Union of 1-Dimensional Subspaces, CVPR 2021"
-    budget = Budget(learning_rate=0.01)
 
     def __init__(self) -> None:
         super().__init__()
         self._axes = torch.zeros(0)
 
-    def prepare(self, context: Context) -> nn.Module:
-        """Return a copy of the model with the new head."""
-        network = super().prepare(context)
-        replace_head(network, next(context.inliers.batches(1)), SubspaceHead)
-        return network
-
-    def loss(self, tuner: Tuner, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Cross-entropy of one batch of images in [0, 1]."""
-        return F.cross_entropy(tuner.model(tuner.normalise(images)), labels)
+    def new_head(self, old: nn.Linear) -> nn.Module:
+        """Make the new layer from the old one."""
+        return SubspaceHead(old)
 
     def fit(self, context: Context) -> None:
         """Train the copy, then find each class's subspace."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.base import View
 from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.metrics import evaluate
 from neuralmean.running import device_of
 
-VALIDATION = 250  # images of each kind that hyper-parameters are tuned on
-BATCH = 50
+VALIDATION = 100  # images of each kind that hyper-parameters are tuned on
 Rows = npt.NDArray[np.int64]
 
 

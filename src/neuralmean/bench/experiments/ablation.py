@@ -18,14 +18,14 @@ from neuralmean.bench.baselines.ours import NeuralMean
 from neuralmean.bench.baselines.trial import Scored, fit_method, score_set
 from neuralmean.bench.experiments.base import Case, Experiment, cases
 from neuralmean.bench.experiments.workbench import Workbench, summarise
-from neuralmean.bench.protocols import Draw, EvalSet, FitSet
+from neuralmean.bench.protocols import Draw, EvalSet
 from neuralmean.layers import Layer
 from neuralmean.scorers import Observation
 from neuralmean.scorers.typicality import TERMS, TypicalityScorer
 
 OURS = "ours-id"
-COUNTS = (200, 500, 1000, 2000, 10_000)
-DRAWS = 3  # of fewer images than all
+COUNTS = (200, 500, 1000, 2000, 4000)
+DRAWS = 3
 THIRDS = ("first", "middle", "last")
 OF_LAYERS = ("far", "angle")  # terms that are made of the watched layers alone
 _FOUR = ("svhn", "cifar100", "cifar10", "imagenet-crop", "imagenet-resize")
@@ -41,6 +41,7 @@ class Ablation(Experiment):
         *cases(("resnet56", "resnet20", "densenet100"), "cifar10", _FOUR),
         *cases(("densenet100",), "cifar100", _FOUR),
     )
+    by_method = True
     methods = (
         "msp",
         "energy",
@@ -77,24 +78,15 @@ class Ablation(Experiment):
         parts.measure(draws, None, {"far and angle, all layers": OF_LAYERS})
         for third, name in enumerate(THIRDS):
             parts.measure(draws, third, {f"far and angle, {name} third of the layers": OF_LAYERS})
-        pool = _pool(bench, case, judged)
         for count in COUNTS:
-            if count <= len(pool):
-                seeds = range(bench.seed, bench.seed + (1 if count == len(pool) else DRAWS))
-                some = [protocols.zero_shot(pool.draw(count, seed=seed), seed=seed)[0] for seed in seeds]
+            if count < len(inliers):
+                seeds = range(bench.seed, bench.seed + DRAWS)
+                some = [protocols.zero_shot(inliers.draw(count, seed=seed), seed=seed)[0] for seed in seeds]
                 parts.measure(some, None, {f"{count:,} ID images": TERMS})
 
 
 def _others(left_out: str) -> tuple[str, ...]:
     return tuple(name for name in TERMS if name != left_out)
-
-
-def _pool(bench: Workbench, case: Case, judged: Sequence[EvalSet]) -> FitSet:
-    """ID images to draw from, as many as the largest count needs: more than the usual size of a fit."""
-    whole = bench.inputs.fit_part(case.id)
-    wanted = max(COUNTS) + 100 if bench.limit is None else bench.limit  # some are test images too and drop out
-    pool = FitSet.of(whole.limit(wanted), apart_from=judged)
-    return pool.draw(min(len(pool), max(COUNTS)), seed=bench.seed)
 
 
 class _Parts:

@@ -52,6 +52,8 @@ class Experiment:
         cases: What it consists of, the paper's own cases first.
         first_only: Whether one case is enough: the first that can be run.
         methods: Methods that it compares, in the order of its table; those not there are left out.
+        alone: Whether it measures time, so that nothing else should run beside it.
+        by_method: Whether each method can be run by itself.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Experiment:
     cases: tuple[Case, ...]
     first_only: bool = False
     methods: tuple[str, ...] = ()
+    alone: bool = False
+    by_method: bool = False
 
     def runnable(self, inputs: Inputs) -> list[Case]:
         """The cases that data and weights allow."""
@@ -72,6 +76,7 @@ class Experiment:
 
 
 RESIDUAL = ("resnet34", "resnet56", "resnet44", "resnet32", "resnet20")  # the paper's model, then who stands in for it
+SLOW_MODELS = ("densenet100", "wideresnet28-10")  # some 70 images a second on one core
 TABLE_MODELS = ("resnet34", "resnet56", "densenet100")
 ALL_OODS = ("svhn", "cifar100", "imagenet-crop", "imagenet-resize", "lsun-crop", "lsun-resize", "isun", "textures")
 

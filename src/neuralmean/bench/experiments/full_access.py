@@ -1,6 +1,7 @@
 """Figure 4: methods that learn from ID and OOD images, CIFAR-10 as ID."""
 
-from neuralmean.bench.experiments.base import ALL_OODS, TABLE_MODELS, cases
+from neuralmean.bench.baselines import Method
+from neuralmean.bench.experiments.base import ALL_OODS, SLOW_MODELS, TABLE_MODELS, cases
 from neuralmean.bench.experiments.tables import TableExperiment
 
 
@@ -26,3 +27,7 @@ class FullAccess(TableExperiment):
         "ours-mlp",
         "ours-id",
     )
+
+    def leaves_out(self, method: Method, model: str) -> bool:
+        """Whether it would be trained once for each OOD set on a model that is slow to train."""
+        return method.fine_tunes and model in SLOW_MODELS

@@ -42,6 +42,7 @@ class Latency(Experiment):
     reference = "Figure 1, Table 5 (appendix)"
     cases = cases(RESIDUAL, "cifar10", ("cifar100",))
     first_only = True
+    alone = True
     methods = (
         "msp",
         "energy",

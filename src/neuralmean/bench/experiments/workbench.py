@@ -29,15 +29,17 @@ _FIGURES = ("auroc", "tnr95", "accuracy", "aupr_id", "aupr_ood")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many images of a set are used at most."""
+    """How many images of a set are used at most: to learn from, to judge by, and to judge heavy methods by."""
 
     fit: int
     judge: int
+    heavy: int = 1000
 
 
-# Sized so that everything in one go takes less than an hour on two cores: DenseNet-100 does some 70 images a second.
+# Sized so that all but the heavy methods take less than an hour on two cores: DenseNet-100 does some 70 images a second
+# and core. A heavy method takes gradients or trains, ten to a hundred times as long for an image.
 SIZES = {
-    "densenet100": Sizes(fit=3000, judge=5000),
+    "densenet100": Sizes(fit=3000, judge=4000, heavy=500),
     "wideresnet28-10": Sizes(fit=2000, judge=2000),
     "resnet56": Sizes(fit=6000, judge=10_000),
     "resnet44": Sizes(fit=4000, judge=5000),
@@ -46,6 +48,7 @@ SIZES = {
     "convnet4": Sizes(fit=5000, judge=10_000),
 }
 USUAL = Sizes(fit=10_000, judge=10_000)
+HEAVY_DRAWS = 3  # of the ten that others get in the few-shot protocol
 
 
 class Workbench:
@@ -94,6 +97,10 @@ class Workbench:
         """The test images of a set, as many as the model's size allows."""
         return EvalSet(self._limit(name, "test", SIZES.get(model, USUAL).judge))
 
+    def small_judge_set(self, name: str, model: str) -> EvalSet:
+        """Fewer test images of a set: what heavy methods are judged by, and all that stand beside them."""
+        return EvalSet(self._limit(name, "test", SIZES.get(model, USUAL).heavy))
+
     def fit_set(self, name: str, model: str, *, apart_from: Sequence[EvalSet], at_most: int | None = None) -> FitSet:
         """The images of a set that may be learnt from, none of them in the sets that are judged."""
         size = SIZES.get(model, USUAL).fit
@@ -130,14 +137,18 @@ class Workbench:
 
         Args:
             facts: `experiment`, `model` and `id` of the rows.
-            method: Name of the method.
+            method: Name of the method; a heavy one gets fewer draws and is judged by fewer images.
             draws: What it is fitted on, in turn.
             inside: ID test images.
             outside: OOD test images, one row each.
         """
         trained = self.inputs.trained(facts["model"], facts["id"])
-        if not baselines.make(method).suits(trained):
+        kind = baselines.make(method)
+        if not kind.suits(trained):
             return
+        if kind.heavy:
+            draws = draws[:HEAVY_DRAWS]
+            inside, *outside = (self.small_judge_set(one.name, facts["model"]) for one in (inside, *outside))
         waiting = []
         for one in outside:
             row = self.blank(facts, one.name, method, draws, [inside, one], trained)

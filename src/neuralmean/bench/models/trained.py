@@ -65,7 +65,7 @@ def preprocess(images: npt.NDArray[np.uint8], *, mean: Sequence[float], std: Seq
         std: Standard deviation per colour.
 
     Returns:
-        Float32 images, shape (N, 3, H, W).
+        Float32 images, shape (N, 3, H, W), the colours last in memory as in the models.
 
     Example:
         >>> preprocess(np.full((1, 1, 1, 3), 255, np.uint8), mean=(0.5, 0.5, 0.0), std=(0.5, 0.25, 1.0)).flatten()
@@ -75,7 +75,7 @@ def preprocess(images: npt.NDArray[np.uint8], *, mean: Sequence[float], std: Seq
         raise InputError(f"Expected uint8 images of shape (N, H, W, 3), but got {images.dtype} {images.shape}.")
     pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).float() / 255
     offset, scale = (torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1) for values in (mean, std))
-    return ((pixels - offset) / scale).contiguous()
+    return ((pixels - offset) / scale).contiguous(memory_format=torch.channels_last)
 
 
 def load_weights(path: Path | str) -> TrainedModel:
@@ -124,11 +124,16 @@ def untrained(
     """Build a model with random weights that depend on `seed` alone; torch's own random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build(name, num_classes=num_classes)
+        model = _colours_last(build(name, num_classes=num_classes))
     classes = 0 if architecture(name).head is None else num_classes
     return TrainedModel(
         model, name, classes, _triple(mean, "mean"), _triple(std, "std"), SIZE, {"untrained": str(seed)}
     )
+
+
+def _colours_last(model: nn.Module) -> nn.Module:
+    """Lay the weights out so that convolutions keep channels last in memory: up to half faster on CPUs, no loss on GPUs."""
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -179,6 +184,7 @@ def _assemble(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     zeros = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in expected.items() if _counter(key)}
     held = {key: value.to(expected[key].dtype) for key, value in tensors.items()}
     model.load_state_dict(zeros | held, assign=True)
+    _colours_last(model)
     for key in ("mean", "std"):
         if key not in metadata:
             raise ArtefactError(

@@ -5,21 +5,18 @@ Safetensors with a header of JSON; no pickle. The optimiser's tensors are kept b
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from neuralmean.errors import ArtefactError
+from neuralmean.files import remove_leftovers, write_atomically
 
 FORMAT_VERSION = "1"
 
@@ -31,15 +28,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for key, value in tensors.items()
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        save_file(plain, partial, dict(metadata))
-        with partial.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        partial.replace(path)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    content = save(plain, dict(metadata))
+    with write_atomically(path) as file:
+        file.write(content)
 
 
 def save_checkpoint(
@@ -107,6 +98,5 @@ def load_checkpoint(
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint and what a run that was killed while writing it left behind."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        leftover.unlink(missing_ok=True)
+    remove_leftovers(path)
     path.unlink(missing_ok=True)
