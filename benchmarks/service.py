@@ -5,8 +5,9 @@
 DIR holds cifar10-train and cifar10-test as `.npz` with `images`. The server is a process of its own; clients are raw
 sockets in this one, so that they cost as little as possible. Prints one JSON object a line.
 
-- throughput: 64 clients with one image each, over and over, against the bare model at its best batch size
+- throughput: 64 clients with one image each, over and over, against the bare model at its best batch size and layout
 - latency:    one client, against a direct call of the detector in the server's place
+              (both in turns with what they are compared with, as machines are not always equally fast)
 - abuse:      a third of the requests malformed, oversized, truncated or cancelled; every good one must come back right
 - sigterm:    64 clients under way when the signal comes; every request under way must be answered, exit code 0
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import json
 import os
 import random
@@ -26,6 +28,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ from neuralmean.preprocessing import Preprocessing
 
 HOST = "127.0.0.1"
 NAME = "resnet56"
+TURNS = 5
 SERVER = "import sys; from neuralmean.service import serve; serve(sys.argv[1], port=0, name=sys.argv[2], state=None)"
 
 
@@ -135,6 +140,12 @@ def infer_request(x: torch.Tensor) -> bytes:
     return http("POST", f"/v2/models/{NAME}/infer", header + data, Inference_Header_Content_Length=str(len(header)))
 
 
+def json_request(x: torch.Tensor) -> bytes:
+    """Return an inference request for a tensor as JSON."""
+    tensor = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.flatten().tolist()}
+    return http("POST", f"/v2/models/{NAME}/infer", json.dumps({"inputs": [tensor]}).encode())
+
+
 def score_request(pixels: np.ndarray) -> bytes:
     """Return a request that posts a PNG."""
     return http("POST", "/score", png(pixels), Content_Type="image/png")
@@ -147,43 +158,38 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def bare_throughput(model: torch.nn.Module, x: torch.Tensor, seconds: float) -> dict[str, Any]:
-    """Return images a second of the model alone at its best batch size."""
-    best: dict[str, Any] = {"images_per_s": 0.0}
+def bare_throughput(model: torch.nn.Module, x: torch.Tensor, seconds: float) -> float:
+    """Return images a second of the model alone at its best batch size and memory layout."""
+    best = 0.0
     with torch.no_grad():
-        for size in (1, 8, 16, 32, 64, 128):
-            batch = x[:size]
+        for layout, size in itertools.product((torch.contiguous_format, torch.channels_last), (16, 32, 64, 128)):
+            batch = x[:size].contiguous(memory_format=layout)
             model(batch)
             n, begin = 0, time.perf_counter()
-            while time.perf_counter() - begin < seconds:
+            while time.perf_counter() - begin < seconds / 8:
                 model(batch)
                 n += len(batch)
-            rate = n / (time.perf_counter() - begin)
-            if rate > best["images_per_s"]:
-                best = {"images_per_s": rate, "batch_size": size}
+            best = max(best, n / (time.perf_counter() - begin))
     return best
 
 
-async def throughput(port: int, requests: list[bytes], n_clients: int, seconds: float) -> dict[str, Any]:
+async def throughput(port: int, requests: list[bytes], n_clients: int, seconds: float) -> float:
     """Return images a second that `n_clients` get who each send one image at a time."""
     end = time.perf_counter() + seconds
-    times: list[float] = []
 
     async def run(first: int) -> int:
         client, n = Client(port), 0
         while time.perf_counter() < end:
-            begin = time.perf_counter()
             status, body = await client.ask(requests[(first + n * n_clients) % len(requests)])
             if status != 200:
                 raise RuntimeError(body.decode(errors="replace"))
-            times.append(time.perf_counter() - begin)
             n += 1
         client.close()
         return n
 
     begin = time.perf_counter()
     total = sum(await asyncio.gather(*(run(i) for i in range(n_clients))))
-    return {"images_per_s": total / (time.perf_counter() - begin), "median_ms": 1000 * statistics.median(times)}
+    return total / (time.perf_counter() - begin)
 
 
 async def latency(port: int, requests: list[bytes], n: int) -> float:
@@ -208,6 +214,14 @@ def direct_latency(detector: Detector, x: torch.Tensor, n: int) -> float:
             detector(x[i % len(x)][None])
             times.append(time.perf_counter() - begin)
     return 1000 * statistics.median(times)
+
+
+def in_turns(
+    served: Callable[[], Coroutine[Any, Any, float]], direct: Callable[[], float]
+) -> tuple[float, float, list[tuple[float, float]]]:
+    """Return the medians of two measurements and all pairs, taken in turns as machines change their speed."""
+    pairs = [(asyncio.run(served()), direct()) for _ in range(TURNS)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs), pairs
 
 
 async def abuse(server: Server, pixels: np.ndarray, expected: list[float], n: int) -> dict[str, Any]:
@@ -338,28 +352,33 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--scorer", default=None)
     parser.add_argument("--fit", type=int, default=2000)
-    parser.add_argument("--scale", type=float, default=1.0, help="1 is 20 s of throughput and 10,000 requests of abuse")
+    parser.add_argument("--scale", type=float, default=1.0, help="1 is 25 s of throughput and 10,000 requests of abuse")
     parser.add_argument("--only", default="throughput,latency,abuse,sigterm")
     arguments = parser.parse_args()
     parts, scale = arguments.only.split(","), arguments.scale
     with tempfile.TemporaryDirectory() as name:
         detector, preprocessing, pixels, path = prepare(arguments, Path(name))
         x = preprocessing.apply_array(pixels)
-        tensors, files = [infer_request(row[None]) for row in x], [score_request(row) for row in pixels]
-        bare = bare_throughput(detector.model, x, max(0.5, 5 * scale)) if "throughput" in parts else {}
-        direct = direct_latency(detector, x, max(10, int(300 * scale))) if "latency" in parts else 0.0
+        tensors = [infer_request(row[None]) for row in x]
+        kinds = {
+            "tensor": tensors,
+            "json": [json_request(row[None]) for row in x],
+            "png": [score_request(row) for row in pixels],
+        }
         server = Server(path, Path(name) / "log")
         try:
-            if "throughput" in parts:
-                for kind, requests in (("tensor", tensors), ("png", files)):
-                    found = asyncio.run(throughput(server.port, requests, 64, max(2, 20 * scale)))
-                    show(
-                        "throughput", kind=kind, **found, bare=bare, share=found["images_per_s"] / bare["images_per_s"]
-                    )
-            if "latency" in parts:
-                for kind, requests in (("tensor", tensors), ("png", files)):
-                    served = asyncio.run(latency(server.port, requests, max(10, int(300 * scale))))
-                    show("latency", kind=kind, served_ms=served, direct_ms=direct, difference_ms=served - direct)
+            seconds, n = max(1, 5 * scale), max(10, int(60 * scale))
+            for kind, requests in kinds.items() if "throughput" in parts else ():
+                ask = partial(throughput, server.port, requests, 64, seconds)
+                served, bare, pairs = in_turns(ask, partial(bare_throughput, detector.model, x, seconds))
+                shares = [round(one / other, 3) for one, other in pairs]
+                share = statistics.median(shares)
+                show("throughput", kind=kind, images_per_s=served, bare_per_s=bare, shares=shares, share=share)
+            for kind, requests in kinds.items() if "latency" in parts else ():
+                ask = partial(latency, server.port, requests, n)
+                served, direct, pairs = in_turns(ask, partial(direct_latency, detector, x, n))
+                difference = statistics.median(one - other for one, other in pairs)
+                show("latency", kind=kind, served_ms=served, direct_ms=direct, difference_ms=difference)
             if "abuse" in parts:
                 expected = detector.score(x).tolist()
                 show("abuse", **asyncio.run(abuse(server, pixels, expected, max(100, int(10_000 * scale)))))

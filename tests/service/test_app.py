@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import io
 import json
 import logging
 import zlib
@@ -9,6 +10,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from neuralmean import Detector
@@ -16,6 +18,8 @@ from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.monitor import Monitor
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.service import Settings, create_app
+from neuralmean.service.bodies import NamedBytes, decode_images, decode_small
+from neuralmean.service.refusal import Refusal
 from tests.service.conftest import PREPROCESSING, ask, png, running
 
 TOKEN = "correct-horse-battery"
@@ -521,3 +525,17 @@ def test_a_client_that_leaves_is_not_answered_and_nothing_is_logged(app, images,
     asyncio.run(go())
     assert sent[1]["status"] == 499
     assert "Traceback" not in caplog.text
+
+
+def test_only_small_images_are_decoded_without_a_thread():
+    small, large = (NamedBytes("a.png", png(size=size)[0]) for size in (8, 200))
+    (image,) = decode_small([small], PREPROCESSING, 1000)
+    np.testing.assert_array_equal(image, decode_images([small], PREPROCESSING, 1000)[0])
+    assert decode_small([large], PREPROCESSING, 10**6) is None  # too many bytes
+    assert decode_small([small, small], PREPROCESSING, 1000) is None
+    plain = io.BytesIO()
+    Image.new("RGB", (200, 200)).save(plain, "PNG")
+    assert len(plain.getvalue()) < 1000
+    assert decode_small([NamedBytes("b.png", plain.getvalue())], PREPROCESSING, 10**6) is None  # too many pixels
+    with pytest.raises(Refusal, match=r"Expected 'c.png' to be an image"):
+        decode_small([NamedBytes("c.png", b"none")], PREPROCESSING, 1000)

@@ -18,16 +18,18 @@ class Passes:
 
     def __init__(self):
         self.sizes = []
+        self.alone = []
         self.free = threading.Event()
         self.free.set()
         self.begun = threading.Event()
 
-    def __call__(self, inputs, explain):
+    def __call__(self, inputs, explain, *, alone):
         self.begun.set()
         assert self.free.wait(10)
         if (inputs < 0).any():
             raise InputError("negative")
         self.sizes.append(len(inputs))
+        self.alone.append(alone)
         score = inputs.flatten(1).sum(1)
         return Pass(inputs * 2, Decision(score, score, 0.5, 0.05), inputs, None)
 
@@ -37,7 +39,7 @@ def passes():
     return Passes()
 
 
-def _batcher(passes, **changes):
+def _batcher(*passes, **changes):
     return Batcher(passes, **{"max_batch": 8, "max_wait_ms": 0.0, "queue": 16, **changes})
 
 
@@ -216,6 +218,118 @@ def test_under_load_a_request_waits_for_company_and_alone_it_does_not(passes):
 
     _run(scenario, batcher)
     assert passes.sizes == [1, 8]
+
+
+def test_a_lone_client_never_waits_however_many_rows_it_sends(passes):
+    batcher = _batcher(passes, max_wait_ms=20_000.0)
+
+    async def scenario():
+        for _ in range(3):
+            await asyncio.wait_for(batcher.submit([_job(1, 2, 3)], timeout=10), 5)
+
+    _run(scenario, batcher)
+    assert passes.sizes == [3, 3, 3]
+    assert passes.alone == [True, True, True]
+
+
+def test_a_pass_that_others_share_or_wait_for_is_not_alone(passes):
+    batcher = _batcher(passes, max_batch=2)
+
+    async def scenario():
+        first = await _hold(batcher, passes)
+        others = [asyncio.create_task(batcher.submit([_job(i)], timeout=10)) for i in range(5)]
+        await asyncio.sleep(0)
+        passes.free.set()
+        await asyncio.gather(first, *others)
+
+    _run(scenario, batcher)
+    assert passes.sizes == [1, 2, 2, 1]
+    assert passes.alone == [True, False, False, True]
+
+
+def test_workers_run_at_the_same_time_and_what_is_left_over_finds_the_next_one():
+    first, second = Passes(), Passes()
+    batcher = _batcher(first, second, max_batch=2, max_wait_ms=20_000.0)
+    first.free.clear()
+    second.free.clear()
+
+    async def scenario():
+        with batcher.arriving():  # so that every batch gets full
+            tasks = [asyncio.create_task(batcher.submit([_job(i)], timeout=10)) for i in range(6)]
+            for one in (first, second):
+                assert await asyncio.to_thread(one.begun.wait, 10)
+            assert batcher.n_waiting == 2
+            second.free.set()
+            while sum(task.done() for task in tasks) < 4:
+                await asyncio.sleep(0)
+        assert first.sizes == []
+        first.free.set()
+        assert [_scores((await task)[0]) for task in tasks] == [[0], [1], [2], [3], [4], [5]]
+
+    _run(scenario, batcher)
+    assert (first.sizes, second.sizes) == ([2], [2, 2])
+    assert True not in first.alone + second.alone
+
+
+async def _let_both_end(*passes):
+    """Wait until every one of these passes has begun, then let them go on."""
+    for one in passes:
+        assert await asyncio.to_thread(one.begun.wait, 5)
+    for one in passes:
+        one.free.set()
+
+
+def test_two_requests_and_two_workers_do_not_wait_for_each_other():
+    first, second = Passes(), Passes()
+    batcher = _batcher(first, second, max_wait_ms=20_000.0)
+    first.free.clear()
+    second.free.clear()
+
+    async def scenario():
+        tasks = [asyncio.create_task(batcher.submit([_job(0)], timeout=10))]
+        while not (first.begun.is_set() or second.begun.is_set()):
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(batcher.submit([_job(1)], timeout=10))]
+        await _let_both_end(first, second)
+        await asyncio.gather(*tasks)
+
+    _run(scenario, batcher)
+    assert first.sizes == second.sizes == [1]
+
+
+def test_what_waits_is_split_between_the_workers_that_are_free():
+    first, second = Passes(), Passes()
+    batcher = _batcher(first, second, max_batch=64, queue=64)
+    first.free.clear()
+    second.free.clear()
+
+    async def scenario():
+        with batcher._changed:  # nobody begins before all are here
+            tasks = [asyncio.create_task(batcher.submit([_job(1, 2, 3, 4)], timeout=10)) for _ in range(8)]
+            while batcher.n_waiting < 32:
+                await asyncio.sleep(0)
+        await _let_both_end(first, second)
+        await asyncio.gather(*tasks)
+
+    _run(scenario, batcher)
+    assert first.sizes == second.sizes == [16]
+
+
+def test_a_worker_waits_for_its_part_of_those_who_were_here_a_moment_ago():
+    first, second = Passes(), Passes()
+    batcher = _batcher(first, second, max_wait_ms=20_000.0)
+
+    async def scenario():
+        await asyncio.wait_for(batcher.submit([_job(*range(8))], timeout=10), 5)
+        one = asyncio.create_task(batcher.submit([_job(1)], timeout=30))
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert batcher.n_waiting == 1  # eight were here: a worker's part is four
+        await asyncio.wait_for(batcher.submit([_job(1, 2, 3)], timeout=10), 5)
+        await one
+
+    _run(scenario, batcher)
+    assert sorted(first.sizes + second.sizes) == [4, 8]
 
 
 def test_close_finishes_what_was_accepted_and_refuses_the_rest(passes):

@@ -66,3 +66,12 @@ def test_a_token_that_cannot_be_used_is_refused_without_showing_it(tmp_path):
 def test_only_the_right_token_passes(header, passes):
     assert is_authorised(header.encode(), TOKEN) is passes
     assert not is_authorised(None, TOKEN)
+
+
+def test_a_token_of_no_end_or_of_another_type_is_refused(tmp_path):
+    endless = tmp_path / "token"
+    endless.write_text("a" * 5000)
+    with pytest.raises(InputError, match="a token of at most 4096 characters"):
+        read_token(None, endless, {})
+    with pytest.raises(InputError, match="Expected the token to be a text, but got int"):
+        Settings(token=5)

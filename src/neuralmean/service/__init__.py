@@ -5,7 +5,8 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     settings    limits and the token, checked
     refusal     what is answered instead of a result: a status and a sentence
     passes      one forward pass: output, decision, vectors, explanation
-    batching    requests share forward passes: bounded wait, bounded queue, one worker thread
+    workers     passes share the cores: how many at a time, on how many threads
+    batching    requests share forward passes: bounded wait, bounded queue
     protocol    the Open Inference Protocol: JSON and binary tensors to arrays and back
     bodies      request bodies with limits: sizes, compression, multipart, images
     live        what the page shows: latest items, flagged thumbnails, the monitor
@@ -88,9 +89,10 @@ def serve(
     _check_extra()
     from neuralmean.service.launch import load_served, run_server
     from neuralmean.service.settings import read_token
+    from neuralmean.service.workers import on_own_thread
 
     settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
-    served = load_served(Path(path), name=name, model=model, weights=weights)
+    served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights))
     app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
     run_server(app, host=host, port=port)
 

@@ -22,7 +22,7 @@ from neuralmean.monitor import Monitor
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.service import schema
 from neuralmean.service.batching import Answer, Batcher, Job
-from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, split_files
+from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, decode_small, split_files
 from neuralmean.service.describe import describe_detector, describe_p_value, describe_reason, layer_profile
 from neuralmean.service.gate import Gate
 from neuralmean.service.handlers import add_handlers, json_answer
@@ -40,6 +40,7 @@ from neuralmean.service.protocol import (
 )
 from neuralmean.service.refusal import Refusal, busy
 from neuralmean.service.settings import Settings
+from neuralmean.service.workers import Runner, make_runners, on_own_thread
 from neuralmean.version import __version__
 
 if TYPE_CHECKING:
@@ -87,10 +88,11 @@ class Service:
     @asynccontextmanager
     async def running(self, _: Any = None) -> AsyncIterator[None]:
         """Run the worker; at the end finish what was accepted and save the monitor's state."""
-        await asyncio.to_thread(self._warm_up)
+        n_threads = torch.get_num_threads()
+        runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(n_threads))
         decoders = self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
         self.batcher = Batcher(
-            lambda inputs, rows: run_pass(self.detector, inputs, rows),
+            runners,
             max_batch=self.settings.max_batch,
             max_wait_ms=self.settings.max_wait_ms,
             queue=self.settings.queue,
@@ -106,12 +108,14 @@ class Service:
             decoders.shutdown()
             await asyncio.to_thread(self.live.save)
 
-    def _warm_up(self) -> None:
-        """Run the model once where the size of its input is known, so that the first request is as fast as the next."""
+    def _warm_up(self, n_threads: int) -> list[Runner]:
+        """Run the model where the size of its input is known, so that the first request is as fast as the next."""
         if self.spec.shape is None or None in self.spec.shape:
-            return
-        output = run_pass(self.detector, torch.zeros(1, *(side or 1 for side in self.spec.shape))).output
+            return make_runners(self.detector, None, n_threads)
+        example = torch.zeros(1, *(side or 1 for side in self.spec.shape))
+        output = run_pass(self.detector, example).output
         self.output_shape = None if output is None else tuple(output.shape[1:])
+        return make_runners(self.detector, example, n_threads)
 
     async def _save_now_and_then(self) -> None:
         while self.settings.state is not None and self.settings.state_every_s:
@@ -181,8 +185,10 @@ class Service:
         limit = self.settings.max_pixels
         if preprocessing.size is None:
             limit = min(limit, self.settings.max_body_bytes // 4)  # such images stay as large as they are
-        loop = asyncio.get_running_loop()
-        images = await loop.run_in_executor(self._decoders, decode_images, named, preprocessing, limit)
+        images = decode_small(named, preprocessing, limit)
+        if images is None:
+            loop = asyncio.get_running_loop()
+            images = await loop.run_in_executor(self._decoders, decode_images, named, preprocessing, limit)
         if len({image.shape for image in images}) == 1:
             return [np.stack(images)]
         return [image[None] for image in images]

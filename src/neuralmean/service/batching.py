@@ -1,21 +1,22 @@
 """Requests that come at the same time share forward passes.
 
-One worker thread runs the passes. A request that finds the worker idle runs at once; under load requests wait for each
-other up to a bound. The queue is bounded in inputs and refuses at once when full. A request that is given up before its
-pass begins does not run. `close` finishes what was accepted.
+A few worker threads run the passes, each with a model of its own. A request that is alone runs at once; under load
+requests wait for each other up to a bound. The queue is bounded in inputs and refuses at once when full. A request that
+is given up before its pass begins does not run. `close` finishes what was accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -26,8 +27,15 @@ from neuralmean.service.refusal import busy
 
 log = logging.getLogger("neuralmean.service")
 
-Run = Callable[[Tensor, Tensor], Pass]
-"""Runs a batch of inputs and explains the rows whose indices the second argument holds."""
+SMALL = 8
+"""Rows that are not worth being split: what a pass costs beside its rows is about this much."""
+
+
+class Run(Protocol):
+    """The forward pass of one worker."""
+
+    def __call__(self, inputs: Tensor, explain: Tensor, *, alone: bool) -> Pass:
+        """Run a batch; `explain` holds the rows to explain, `alone` says that nothing else runs or waits."""
 
 
 class ClientGoneError(Exception):
@@ -66,40 +74,43 @@ class Job:
 
 
 class Batcher:
-    """Runs jobs from an event loop on one worker thread, many at a time.
+    """Runs jobs from an event loop on worker threads, many at a time.
 
     Args:
-        run: The forward pass.
+        runs: The forward passes, one for each worker; they run at the same time.
         max_batch: Most rows of a batch.
-        max_wait_ms: Longest time to wait for company, under load.
+        max_wait_ms: Longest time that a free worker waits for company, under load.
         queue: Most rows that wait.
-        after: Called on the worker thread with each batch's inputs and pass, after the answers are on their way.
+        after: Called on a worker thread with each batch's inputs and pass, after the answers are on their way.
     """
 
     def __init__(
         self,
-        run: Run,
+        runs: Sequence[Run],
         *,
         max_batch: int,
         max_wait_ms: float,
         queue: int,
         after: Callable[[Tensor, Pass], None] | None = None,
     ) -> None:
-        self._run = run
         self._max_batch = max_batch
         self._max_wait = max_wait_ms / 1000
         self._max_queue = queue
         self._after = after
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
-        self._n_waiting = 0
-        self._n_arriving = 0
-        self._last_rows = 0
+        self._n_waiting = self._n_arriving = self._n_running = 0  # rows, requests, rows
+        self._n_free = len(runs)
+        self._crowd = 0.0  # rows that lately were here at a time
         self._seconds_per_row = 0.01
         self._closing = False
         self.n_passes = self.n_rows = self.n_refused = self.n_given_up = 0
-        self._worker = threading.Thread(target=self._work, name="neuralmean-worker", daemon=True)
-        self._worker.start()
+        self._workers = [
+            threading.Thread(target=self._work, args=(run,), name=f"neuralmean-worker-{number}", daemon=True)
+            for number, run in enumerate(runs)
+        ]
+        for worker in self._workers:
+            worker.start()
 
     @property
     def n_waiting(self) -> int:
@@ -108,7 +119,7 @@ class Batcher:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Tell the worker, while a request is being read, that it is worth waiting for a moment."""
+        """Tell the workers, while a request is being read, that it is worth waiting for a moment."""
         self._n_arriving += 1
         try:
             yield
@@ -116,7 +127,7 @@ class Batcher:
             self._n_arriving -= 1
 
     async def submit(
-        self, jobs: Sequence[Job], *, timeout: float, gone: Callable[[], Awaitable[None]] | None = None
+        self, jobs: Sequence[Job], *, timeout: float, gone: Callable[[], Coroutine[Any, Any, Any]] | None = None
     ) -> list[Answer]:
         """Run all jobs of a request, or none of them; must be called on an event loop.
 
@@ -129,23 +140,29 @@ class Batcher:
             Refusal: The queue is full, the server is going down, or the answer takes too long.
             ClientGoneError: The client has gone.
         """
-        self._accept(jobs, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._accept(jobs, loop)
         answers = asyncio.gather(*(job.future for job in jobs if job.future is not None))
-        watch = None if gone is None else asyncio.ensure_future(gone())
+
+        def give_up(reason: Exception) -> None:
+            if not answers.done():
+                answers.set_exception(reason)
+
+        late = busy(f"The answer took longer than {timeout:g} seconds. Try again later.", timeout)
+        timer = loop.call_later(timeout, give_up, late)
+        watch = None if gone is None else loop.create_task(gone())
+        if watch is not None:
+            watch.add_done_callback(lambda _: give_up(ClientGoneError()))
         try:
-            watched: list[asyncio.Future[Any]] = [answers] if watch is None else [answers, watch]
-            done, _ = await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if answers in done:
-                return answers.result()
-            if watch in done:
-                raise ClientGoneError
-            raise busy(f"The answer took longer than {timeout:g} seconds. Try again later.", timeout)
+            return await answers
         finally:
+            timer.cancel()
             if watch is not None:
                 watch.cancel()
-            answers.cancel()
-            for job in jobs:  # also when this call itself was cancelled
-                job.given_up = job.future is None or job.future.cancelled()
+            for job in jobs:  # what has not begun by now, as this call was given up or cancelled, does not begin
+                job.given_up = True
+                if job.future is not None:
+                    job.future.cancel()
 
     def _accept(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
         n_rows = sum(map(len, jobs))
@@ -159,45 +176,65 @@ class Batcher:
                 raise busy("The server has too much to do. Try again later.", self._n_waiting * self._seconds_per_row)
             for job in jobs:
                 job.future = loop.create_future()
+            is_first = not self._jobs
             self._jobs.extend(jobs)
             self._n_waiting += n_rows
-            self._changed.notify()
+            # In between a worker already waits for company, and waking it would only hold up both threads.
+            if is_first or not self._waiting_pays():
+                self._changed.notify()
 
     def close(self) -> None:
-        """Refuse what comes from now on, finish what was accepted, and end the worker."""
+        """Refuse what comes from now on, finish what was accepted, and end the workers."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        self._worker.join()
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
 
-    def _work(self) -> None:
+    def _work(self, run: Run) -> None:
         while True:
-            batch = self._next_batch()
-            if batch is None:
+            batch, alone = self._next_batch()
+            if not batch:
                 return
-            self._run_batch(batch)
+            self._run_batch(run, batch, alone=alone)
+            with self._changed:
+                self._n_free += 1
 
-    def _next_batch(self) -> list[Job] | None:
-        """Wait for work and return jobs that fit together; None at the end."""
+    def _next_batch(self) -> tuple[list[Job], bool]:
+        """Wait for work and return jobs that fit together, none at the end, and whether they are alone."""
+        free_since = time.monotonic()
         with self._changed:
             while True:
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
                 self._drop_given_up()
-                if self._jobs:
+                if not self._jobs:
+                    if self._closing:
+                        return [], False
+                    self._changed.wait()
+                elif (left := self._time_left(free_since)) > 0:
+                    self._changed.wait(left)
+                else:
                     break
-                if self._closing:
-                    return None
-            deadline = self._jobs[0].since + self._max_wait
-            while self._n_waiting < self._max_batch and self._company_is_near() and not self._closing:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    break
-            self._drop_given_up()
-            return self._take()
+            self._crowd = (self._crowd + self._n_waiting + self._n_running) / 2  # who stays away is soon forgotten
+            jobs = self._take()
+            alone = len(jobs) == 1 and not (self._jobs or self._n_running or self._n_arriving)
+            self._n_running += sum(map(len, jobs))
+            self._n_free -= 1
+            if self._jobs:
+                self._changed.notify()
+            return jobs, alone
 
-    def _company_is_near(self) -> bool:
-        return self._n_arriving > 0 or self._last_rows > 1
+    def _time_left(self, free_since: float) -> float:
+        """Return how many seconds a worker that is free since then may yet wait for more jobs."""
+        if self._closing or not self._waiting_pays():
+            return 0.0
+        return max(self._jobs[0].since, free_since) + self._max_wait - time.monotonic()
+
+    def _waiting_pays(self) -> bool:
+        """Tell whether more jobs are near, and fewer wait than one worker's part of all that come at a time."""
+        here = self._n_waiting + self._n_running
+        self._crowd = max(self._crowd, here + self._n_arriving)
+        part = min(self._max_batch, self._crowd / len(self._workers))
+        return self._n_waiting < part and (self._n_arriving > 0 or here < int(self._crowd))
 
     def _drop_given_up(self) -> None:
         kept = [job for job in self._jobs if not job.given_up]
@@ -208,9 +245,10 @@ class Batcher:
     def _take(self) -> list[Job]:
         taken: list[Job] = []
         rest: deque[Job] = deque()
-        room = self._max_batch
+        part = max(SMALL, math.ceil(self._n_waiting / self._n_free))  # leaves the other free workers theirs
+        room = min(self._max_batch, part)
         for job in self._jobs:
-            if len(job) <= room and (not taken or job.fits_with(taken[0])):
+            if not taken or (len(job) <= room and job.fits_with(taken[0])):
                 taken.append(job)
                 room -= len(job)
             else:
@@ -219,31 +257,35 @@ class Batcher:
         self._n_waiting = sum(map(len, rest))
         return taken
 
-    def _run_batch(self, jobs: list[Job]) -> None:
+    def _run_batch(self, run: Run, jobs: list[Job], *, alone: bool) -> None:
         n_rows = sum(map(len, jobs))
-        self._last_rows = n_rows
-        if not jobs:
-            return
         begin = time.monotonic()
         try:
             inputs = jobs[0].inputs if len(jobs) == 1 else torch.cat([job.inputs for job in jobs])
-            shared = self._run(inputs, _explained_rows(jobs))
+            shared = run(inputs, _explained_rows(jobs), alone=alone)
         except Exception as error:  # noqa: BLE001 - one request's fault must not end the worker
             if len(jobs) > 1:  # one of them is at fault, the others must not suffer
                 for job in jobs:
-                    self._run_batch([job])
+                    self._run_batch(run, [job], alone=False)
             else:
+                self._end(n_rows)
                 _deliver(jobs, [error])
             return
-        self._seconds_per_row = (time.monotonic() - begin) / n_rows
-        self.n_passes += 1
-        self.n_rows += n_rows
+        self._end(n_rows)
+        self._seconds_per_row = (time.monotonic() - begin) / n_rows / len(self._workers)
         _deliver(jobs, _share(jobs, shared))
         if self._after is not None:
             try:
                 self._after(inputs, shared)
             except Exception:
                 log.exception("The monitor could not take a batch in.")
+
+    def _end(self, n_rows: int) -> None:
+        """Count a pass as over, before its answers are out: their clients may come again at once."""
+        with self._changed:
+            self._n_running -= n_rows
+            self.n_passes += 1
+            self.n_rows += n_rows
 
 
 def _explained_rows(jobs: Sequence[Job]) -> Tensor:

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from neuralmean.channels import main_tensor
 from neuralmean.data import to_batch
 from neuralmean.decision import Decision, Explanation, sum_by_layer
 from neuralmean.detector import Detector
 from neuralmean.discrepancy import vector_layers
 from neuralmean.errors import NotFittedError
 from neuralmean.fitting import contributions_of, score_rows
-from neuralmean.recorder import main_tensor
 from neuralmean.scorers import Observation
 
 

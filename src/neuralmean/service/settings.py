@@ -13,6 +13,7 @@ from neuralmean.errors import InputError
 
 TOKEN_VARIABLE = "NMD_TOKEN"
 _SHORTEST_TOKEN = 8
+_LONGEST_TOKEN = 4096
 _COUNTS = ("max_batch", "queue", "max_body_bytes", "max_bytes_in_flight", "max_pixels", "window", "n_flagged")
 
 
@@ -89,7 +90,8 @@ def read_token(token: str | None, file: str | Path | None, environment: Mapping[
         raise InputError("Expected a token or a file that holds it, but got both.")
     if file is not None:
         try:
-            token = Path(file).read_text(encoding="utf-8").strip()
+            with Path(file).open(encoding="utf-8") as handle:
+                token = handle.read(_LONGEST_TOKEN + 1).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
             raise InputError(f"Expected to read the token from {str(file)!r}, but {reason}.") from None
@@ -102,6 +104,10 @@ def read_token(token: str | None, file: str | Path | None, environment: Mapping[
 
 def check_token(token: str) -> None:
     """Raise unless a token can be sent in a header and is not easily guessed; the message never shows it."""
+    if not isinstance(token, str):
+        raise InputError(f"Expected the token to be a text, but got {type(token).__name__}.")
+    if len(token) > _LONGEST_TOKEN:
+        raise InputError(f"Expected a token of at most {_LONGEST_TOKEN} characters, but it is longer.")
     if not (token.isascii() and token.isprintable() and " " not in token) or len(token) < _SHORTEST_TOKEN:
         raise InputError(
             f"Expected the token to be at least {_SHORTEST_TOKEN} printable ASCII characters without spaces, "

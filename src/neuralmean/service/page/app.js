@@ -209,11 +209,12 @@ async function showFlagged(flagged) {
   shownFlags = key;
   const kept = new Set(flagged.map((item) => item.number));
   for (const [number, address] of thumbnails) if (!kept.has(number)) { URL.revokeObjectURL(address); thumbnails.delete(number); }
-  for (const item of flagged) {
-    if (thumbnails.has(item.number)) continue;
+  byId("flagged-text").textContent = flagged.length ? "As the model saw them, newest first." : "None yet.";
+  await Promise.all(flagged.filter((item) => !thumbnails.has(item.number)).map(async (item) => {
     const response = await ask(`/live/flagged/${item.number}`).catch(() => null);
     if (response && response.ok) thumbnails.set(item.number, URL.createObjectURL(await response.blob()));
-  }
+  }));
+  if (key !== shownFlags) return; // newer ones have come meanwhile
   byId("flagged").replaceChildren(...flagged.filter((item) => thumbnails.has(item.number)).map((item) => {
     const entry = document.createElement("li"), picture = document.createElement("img"), text = document.createElement("span");
     picture.src = thumbnails.get(item.number);
@@ -222,7 +223,6 @@ async function showFlagged(flagged) {
     entry.append(picture, text);
     return entry;
   }));
-  byId("flagged-text").textContent = flagged.length ? "As the model saw them, newest first." : "None yet.";
 }
 
 let timer = 0;
