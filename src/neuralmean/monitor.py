@@ -154,20 +154,20 @@ class Monitor:
         self._p_value_sum = 0.0
         self._recent: deque[tuple[float, bool]] = deque(maxlen=window)  # p-value, flagged
         self._n_resets = 0
-        self._learnt = Moments.empty(len(detector.channels))  # stands for the baseline where none is given
+        self._width = len(detector.channels)
+        self._learnt = Moments.empty(self._width)  # stands for the baseline where none is given
         self._begin_tests()
 
     def _begin_tests(self) -> None:
-        width = len(self.detector.channels)
         scores = self._calibration().scores.double().numpy()
         self._item_ranks = OnlineRanks(scores, seed=self.seed + 2 * self._n_resets)
         self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
         self._item_evidence, self._block_evidence = Evidence(), Evidence()
         self._drift: tuple[int, str] | None = None
         self._blocks: deque[Moments] = deque()
-        self._open = Moments.empty(width)
+        self._open = Moments.empty(self._width)
         if self._learnt.count < self.window:
-            self._learnt = Moments.empty(width)
+            self._learnt = Moments.empty(self._width)
 
     def _calibration(self) -> Calibration:
         if self.detector.calibration is None:
@@ -294,9 +294,8 @@ class Monitor:
     def _check_vectors(self, vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
             return None
-        width = len(self.detector.channels)
-        if vectors.dim() != 2 or vectors.shape[1] != width:
-            raise InputError(f"Expected vectors of shape (N, {width}), but got {tuple(vectors.shape)}.")
+        if vectors.dim() != 2 or vectors.shape[1] != self._width:
+            raise InputError(f"Expected vectors of shape (N, {self._width}), but got {tuple(vectors.shape)}.")
         if not torch.isfinite(vectors).all():
             raise InputError("Expected finite vectors, but got NaN or Inf. Leave these inputs out.")
         return vectors

@@ -58,6 +58,7 @@ class Plan:
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
         self._seen: dict[tuple[int, torch.device], list[Seen | None]] = {}
+        self._latest: list[Seen | None] = [None] * len(self.layers)
         self._buffers: dict[tuple[int, torch.device], tuple[Tensor, Sequence[Tensor]]] = {}
         self._divisors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
@@ -87,10 +88,14 @@ class Plan:
         return self._watched[name]
 
     def seen(self, size: int, device: torch.device) -> list[Seen | None]:
-        """Shapes that the layers had with batches of this size; filled as they come."""
-        if len(self._seen) > 64:
-            self._seen.clear()
-        return self._seen.setdefault((size, device), [None] * len(self.layers))
+        """Shapes that the layers have with batches of this size, as far as another size lets expect them; filled on."""
+        known = self._seen.get((size, device))
+        if known is None:
+            if len(self._seen) > 64:
+                self._seen.clear()
+            known = [None if seen is None else seen.of_size(size) for seen in self._latest]
+            self._latest = self._seen[size, device] = known
+        return known
 
     def take_buffer(self, size: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
         """Return memory for the sums of one pass, (size, D), and the part of each layer: fresh, or of an earlier pass."""
@@ -125,6 +130,10 @@ class Seen:
     shape: torch.Size
     dims: tuple[int, ...]
     count: int
+
+    def of_size(self, size: int) -> Seen:
+        """Return what a batch of another size would show."""
+        return Seen(torch.Size((size, *self.shape[1:])), self.dims, self.count)
 
 
 def _by_layer(joined: Tensor, layers: Sequence[Layer]) -> dict[str, Tensor]:

@@ -304,7 +304,7 @@ def test_what_waits_is_split_between_the_workers_that_are_free():
     second.free.clear()
 
     async def scenario():
-        with batcher._changed:  # nobody begins before all are here
+        with batcher._lock:  # nobody begins before all are here
             tasks = [asyncio.create_task(batcher.submit([_job(1, 2, 3, 4)], timeout=10)) for _ in range(8)]
             while batcher.n_waiting < 32:
                 await asyncio.sleep(0)

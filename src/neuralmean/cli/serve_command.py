@@ -28,7 +28,7 @@ def serve(
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Inputs per forward pass at most.")] = 64,
     max_wait_ms: Annotated[
         float, typer.Option("--max-wait-ms", min=0, help="Longest wait for company, under load.")
-    ] = 5.0,
+    ] = 15.0,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; beyond that, 503.")] = 256,
     state: Annotated[Path | None, typer.Option("--state", help="File in which the monitor survives a restart.")] = None,
 ) -> None:

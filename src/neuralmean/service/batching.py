@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,9 @@ from neuralmean.service.passes import Pass
 from neuralmean.service.refusal import busy
 
 log = logging.getLogger("neuralmean.service")
+
+AFTERWARDS = 16
+"""Batches that may wait for `after` before the workers wait for it too."""
 
 SMALL = 8
 """Rows that are not worth being split: what a pass costs beside its rows is about this much."""
@@ -81,7 +85,7 @@ class Batcher:
         max_batch: Most rows of a batch.
         max_wait_ms: Longest time that a free worker waits for company, under load.
         queue: Most rows that wait.
-        after: Called on a worker thread with each batch's inputs and pass, after the answers are on their way.
+        after: Called with each batch's inputs and pass, one after the other on a thread of its own.
     """
 
     def __init__(
@@ -97,7 +101,10 @@ class Batcher:
         self._max_wait = max_wait_ms / 1000
         self._max_queue = queue
         self._after = after
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # One bell for each worker, and the first one that rests is rung: the same one while there is little to do.
+        self._bells = [threading.Condition(self._lock) for _ in runs]
+        self._resting = [False] * len(runs)
         self._jobs: deque[Job] = deque()
         self._n_waiting = self._n_arriving = self._n_running = 0  # rows, requests, rows
         self._n_free = len(runs)
@@ -106,11 +113,13 @@ class Batcher:
         self._closing = False
         self.n_passes = self.n_rows = self.n_refused = self.n_given_up = 0
         self._workers = [
-            threading.Thread(target=self._work, args=(run,), name=f"neuralmean-worker-{number}", daemon=True)
+            threading.Thread(target=self._work, args=(number, run), name=f"neuralmean-worker-{number}", daemon=True)
             for number, run in enumerate(runs)
         ]
-        for worker in self._workers:
-            worker.start()
+        self._afterwards: Queue[tuple[Tensor, Pass] | None] = Queue(AFTERWARDS)
+        self._follower = threading.Thread(target=self._follow, name="neuralmean-after", daemon=True)
+        for thread in (*self._workers, self._follower):
+            thread.start()
 
     @property
     def n_waiting(self) -> int:
@@ -166,7 +175,7 @@ class Batcher:
 
     def _accept(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
         n_rows = sum(map(len, jobs))
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise busy("The server is shutting down. Try again later.", 1)
             if self._n_waiting + n_rows > self._max_queue:
@@ -181,37 +190,49 @@ class Batcher:
             self._n_waiting += n_rows
             # In between a worker already waits for company, and waking it would only hold up both threads.
             if is_first or not self._waiting_pays():
-                self._changed.notify()
+                self._ring()
 
     def close(self) -> None:
         """Refuse what comes from now on, finish what was accepted, and end the workers."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            for bell in self._bells:
+                bell.notify()
         for worker in self._workers:
             worker.join()
+        self._afterwards.put(None)
+        self._follower.join()
 
-    def _work(self, run: Run) -> None:
+    def _work(self, number: int, run: Run) -> None:
         while True:
-            batch, alone = self._next_batch()
+            batch, alone = self._next_batch(number)
             if not batch:
                 return
             self._run_batch(run, batch, alone=alone)
-            with self._changed:
+            with self._lock:
                 self._n_free += 1
 
-    def _next_batch(self) -> tuple[list[Job], bool]:
+    def _ring(self) -> None:
+        if True in self._resting:
+            self._bells[self._resting.index(True)].notify()
+
+    def _rest(self, number: int, seconds: float | None = None) -> None:
+        self._resting[number] = True
+        self._bells[number].wait(seconds)
+        self._resting[number] = False
+
+    def _next_batch(self, number: int) -> tuple[list[Job], bool]:
         """Wait for work and return jobs that fit together, none at the end, and whether they are alone."""
         free_since = time.monotonic()
-        with self._changed:
+        with self._lock:
             while True:
                 self._drop_given_up()
                 if not self._jobs:
                     if self._closing:
                         return [], False
-                    self._changed.wait()
+                    self._rest(number)
                 elif (left := self._time_left(free_since)) > 0:
-                    self._changed.wait(left)
+                    self._rest(number, left)
                 else:
                     break
             self._crowd = (self._crowd + self._n_waiting + self._n_running) / 2  # who stays away is soon forgotten
@@ -220,7 +241,7 @@ class Batcher:
             self._n_running += sum(map(len, jobs))
             self._n_free -= 1
             if self._jobs:
-                self._changed.notify()
+                self._ring()
             return jobs, alone
 
     def _time_left(self, free_since: float) -> float:
@@ -274,15 +295,21 @@ class Batcher:
         self._end(n_rows)
         self._seconds_per_row = (time.monotonic() - begin) / n_rows / len(self._workers)
         _deliver(jobs, _share(jobs, shared))
-        if self._after is not None:
+        self._afterwards.put((inputs, shared))
+
+    def _follow(self) -> None:
+        torch.set_num_threads(1)  # of this thread: the others are the workers'
+        while (item := self._afterwards.get()) is not None:
+            if self._after is None:
+                continue
             try:
-                self._after(inputs, shared)
+                self._after(*item)
             except Exception:
                 log.exception("The monitor could not take a batch in.")
 
     def _end(self, n_rows: int) -> None:
         """Count a pass as over, before its answers are out: their clients may come again at once."""
-        with self._changed:
+        with self._lock:
             self._n_running -= n_rows
             self.n_passes += 1
             self.n_rows += n_rows

@@ -25,44 +25,43 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(json.dumps(value), status, headers, "application/json")
 
 
+def answer_to(request: Request, error: Exception) -> Response:
+    """Return what is answered to a request that ended with an exception."""
+    from fastapi.exceptions import RequestValidationError
+
+    if isinstance(error, (ClientDisconnect, ClientGoneError)):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, Refusal):
+        return json_answer({"error": error.sentence}, error.status, error.headers)
+    if isinstance(error, InputError):
+        return json_answer({"error": str(error)}, 400)
+    if isinstance(error, HTTPException):
+        return _unknown(request, error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0] if error.errors() else {}
+        where = " ".join(str(part) for part in first.get("loc", ()))[:80]
+        return json_answer({"error": f"Expected another value at {where!r}: {first.get('msg', 'it is invalid')}."}, 400)
+    log.error("A request failed: %s: %s", type(error).__name__, error)
+    return json_answer({"error": "The server failed on this request. Its log says more."}, 500)
+
+
 def add_handlers(app: FastAPI) -> None:
     """Tell the application how exceptions are answered."""
     from fastapi.exceptions import RequestValidationError
 
-    async def refused(_: Request, error: Exception) -> Response:
-        status, headers = getattr(error, "status", 400), getattr(error, "headers", None)
-        return json_answer({"error": getattr(error, "sentence", str(error))}, status, headers)
+    async def handler(request: Request, error: Exception) -> Response:
+        return answer_to(request, error)
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        status = getattr(error, "status_code", 400)
-        sentences = {
-            404: "There is nothing at this address. See /docs for what there is.",
-            405: f"Expected another method than {request.method[:20]} at this address. See /docs.",
-        }
-        sentence = sentences.get(status, str(getattr(error, "detail", "The request cannot be understood.")))
-        return json_answer({"error": sentence}, status, getattr(error, "headers", None))
-
-    async def invalid(_: Request, error: Exception) -> Response:
-        first = error.errors()[0] if isinstance(error, RequestValidationError) and error.errors() else {}
-        where = " ".join(str(part) for part in first.get("loc", ()))[:80]
-        return json_answer({"error": f"Expected another value at {where!r}: {first.get('msg', 'it is invalid')}."}, 400)
-
-    async def left(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    async def failed(_: Request, error: Exception) -> Response:
-        log.error("A request failed: %s: %s", type(error).__name__, error)
-        return json_answer({"error": "The server failed on this request. Its log says more."}, 500)
-
-    handlers: dict[type[Exception], Any] = {
-        Refusal: refused,
-        InputError: refused,
-        HTTPException: unknown,
-        RequestValidationError: invalid,
-        ClientDisconnect: left,
-        ClientGoneError: left,
-        NeuralMeanError: failed,
-    }
-    for kind, handler in handlers.items():
+    # What `Exception` alone would catch is raised again behind the answer, for the server to log a traceback.
+    expected = (Refusal, NeuralMeanError, HTTPException, RequestValidationError, ClientDisconnect, ClientGoneError)
+    for kind in (*expected, Exception):
         app.add_exception_handler(kind, handler)
-    app.add_exception_handler(Exception, failed)
+
+
+def _unknown(request: Request, error: HTTPException) -> Response:
+    sentences = {
+        404: "There is nothing at this address. See /docs for what there is.",
+        405: f"Expected another method than {request.method[:20]} at this address. See /docs.",
+    }
+    sentence = sentences.get(error.status_code, str(error.detail))
+    return json_answer({"error": sentence}, error.status_code, dict(error.headers or {}))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("neuralmean.service")
 
 KEEP_ALIVE_S = 30
+SWITCH_S = 0.0005
+"""How long one thread may keep Python's lock while others wait for it: passes need it after every layer."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,18 @@ def run_server(app: FastAPI, *, host: str, port: int) -> None:
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048
     )
     log.info("Serving %s on %s", app.state.service.name, address(listening))
-    _server(config).run(sockets=[listening])
+    with _switching(SWITCH_S):
+        _server(config).run(sockets=[listening])
+
+
+@contextmanager
+def _switching(seconds: float) -> Generator[None, None, None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def is_loopback(host: str) -> bool:

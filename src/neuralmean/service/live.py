@@ -40,7 +40,7 @@ class Item:
 
 
 class Live:
-    """Takes every batch in, on the worker threads; is asked by the page and by Prometheus, on other threads.
+    """Takes every batch in, on one thread; is asked by the page and by Prometheus, on other threads.
 
     Args:
         monitor: Watches the stream.
@@ -55,7 +55,6 @@ class Live:
         self.monitor = monitor
         self._preprocessing = preprocessing
         self._state = state
-        self._taking = threading.Lock()  # one batch after the other
         self._lock = threading.Lock()
         self._number = 0
         self._saved = -1
@@ -63,11 +62,7 @@ class Live:
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
     def take(self, inputs: Tensor, shared: Pass) -> None:
-        """Take a batch in."""
-        with self._taking:
-            self._take(inputs, shared)
-
-    def _take(self, inputs: Tensor, shared: Pass) -> None:
+        """Take a batch in; one at a time."""
         self.monitor.update(shared.decision, vectors=shared.vectors)
         decision, now = shared.decision, time.time()
         rows = zip(decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), strict=True)

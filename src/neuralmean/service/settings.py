@@ -39,7 +39,7 @@ class Settings:
     """
 
     max_batch: int = 64
-    max_wait_ms: float = 5.0
+    max_wait_ms: float = 15.0
     queue: int = 256
     max_body_bytes: int = 16 * 2**20
     max_bytes_in_flight: int = 256 * 2**20

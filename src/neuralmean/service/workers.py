@@ -28,7 +28,7 @@ log = logging.getLogger("neuralmean.service")
 MOST_WORKERS = 4
 """Each holds Python's lock while it goes from layer to layer, so that more of them get in each other's way."""
 N_TIMED = 5
-WORTH_IT = 1.3
+WORTH_IT = 1.1
 """How many times faster all threads must be than one: what they gain on an idle machine they lose on a busy one."""
 
 CHANNELS_LAST_FROM = 8
@@ -85,7 +85,9 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
     if example is not None and threads.together < n_threads:
         threads = Threads(_best_threads(detector, example, threads), threads.together)
-    return [Runner(own, threads) for own in detectors]
+    # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
+    apart = Threads(threads.together, threads.together)
+    return [Runner(own, apart if number else threads) for number, own in enumerate(detectors)]
 
 
 def twin(detector: Detector) -> Detector:

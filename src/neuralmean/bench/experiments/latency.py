@@ -46,34 +46,36 @@ class Latency(Experiment):
     methods = (
         "msp",
         "energy",
-        "gram",
-        "mahalanobis",
-        "odin",
-        "g-odin",
-        "oe",
-        "good",
-        "acet",
-        "energy-ft",
         "knn",
         "vim",
         "ours-avg",
         "ours-lr",
         "ours-mlp",
         "ours-id",
+        "odin",
+        "mahalanobis",
+        "g-odin",
+        "oe",
+        "energy-ft",
+        "acet",
+        "good",
+        "gram",
     )
 
     def run(self, bench: Workbench, case: Case) -> None:
         """Fit every method anew under full access, judge it, and time single images."""
         trained = bench.inputs.trained(case.model, case.id)
-        inside, outside = (bench.judge_set(name, case.model) for name in (case.id, case.oods[0]))
-        inliers, outliers = (
-            bench.fit_set(one.name, case.model, apart_from=[inside, outside]) for one in (inside, outside)
-        )
+        names = (case.id, *case.oods)
+        all_judges = [bench.judge_set(name, case.model) for name in names]
+        few_judges = [bench.small_judge_set(name, case.model) for name in names]
+        inliers, outliers = (bench.fit_set(name, case.model, apart_from=all_judges) for name in names)
         draw = protocols.full_access(inliers, outliers, seed=bench.seed)[0]
         facts = {"experiment": self.name, "model": case.model, "id": case.id}
         for name in bench.methods(self.methods):
-            if not baselines.make(name).suits(trained):
+            method = baselines.make(name)
+            if not method.suits(trained):
                 continue
+            inside, outside = few_judges if method.heavy else all_judges
             row = bench.blank(facts, outside.name, name, [draw], [inside, outside], trained)
             if bench.results.find(row) is None:
                 self._measure(bench, row, trained, draw, inside, outside)
