@@ -10,7 +10,7 @@ from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import to_batch
 from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError, ModelInputError
 from neuralmean.layers import Layer, select_layers
-from neuralmean.recorder import Recorder, find_head
+from neuralmean.recorder import Recorder, _Sink, find_head
 from tests.conftest import TinyNet, count_hooks
 
 
@@ -308,3 +308,23 @@ def test_a_layer_that_is_watched_and_gives_the_logits_too_is_seen_as_both():
     torch.testing.assert_close(got.means["2"], model(x).detach())
     torch.testing.assert_close(got.logits, model(x).detach())
     assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in model.modules())
+
+
+def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the_general_one(model, images, monkeypatch):
+    recorder = Recorder(model, select_layers(model))
+    recorder(to_batch(images[:4]))
+    general = []
+    add_any = _Sink._add_any
+    monkeypatch.setattr(
+        _Sink, "_add_any", lambda self, index, activation: general.append(index) or add_any(self, index, activation)
+    )
+    for size in (6, 1, 4):
+        expected = Recorder(model, select_layers(model), variance=True)(to_batch(images[:size])).mean  # the general way
+        general.clear()
+        assert torch.allclose(recorder(to_batch(images[:size])).mean, expected, atol=1e-6)
+        assert general == []
+    smaller = images[:5, :, :6, :6]
+    expected = Recorder(model, select_layers(model), variance=True)(to_batch(smaller)).mean
+    general.clear()
+    assert torch.allclose(recorder(to_batch(smaller)).mean, expected, atol=1e-6)
+    assert general == list(range(len(recorder.layers)))

@@ -363,3 +363,35 @@ def test_what_fails_after_the_answer_is_logged_and_does_not_end_the_worker(passe
 
     _run(scenario, batcher)
     assert caplog.text.count("The monitor could not take a batch in.") == 2
+
+
+def test_while_there_is_little_to_do_the_first_worker_does_it():
+    first, second = Passes(), Passes()
+    batcher = _batcher(first, second)
+
+    async def scenario():
+        for _ in range(5):
+            while not all(batcher._resting):
+                await asyncio.sleep(0)
+            await batcher.submit([_job(1)], timeout=10)
+
+    _run(scenario, batcher)
+    assert (first.sizes, second.sizes) == ([1] * 5, [])
+
+
+def test_what_comes_after_the_answer_runs_in_order_on_its_own_thread_and_to_its_end():
+    seen, names = [], set()
+
+    def after(inputs, shared):
+        seen.append(inputs.item())
+        names.add(threading.current_thread().name)
+
+    batcher = _batcher(Passes(), after=after)
+
+    async def scenario():
+        for value in range(40):  # more than may wait
+            await batcher.submit([_job(value)], timeout=10)
+
+    _run(scenario, batcher)  # closes it
+    assert seen == list(range(40))
+    assert names == {"neuralmean-after"}
