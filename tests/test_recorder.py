@@ -310,7 +310,9 @@ def test_a_layer_that_is_watched_and_gives_the_logits_too_is_seen_as_both():
     assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in model.modules())
 
 
-def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the_general_one(model, images, monkeypatch):
+def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the_general_one(
+    model, images, monkeypatch
+):
     recorder = Recorder(model, select_layers(model))
     recorder(to_batch(images[:4]))
     general = []

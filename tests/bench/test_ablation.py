@@ -8,14 +8,16 @@ import torch
 from safetensors.torch import save_file
 
 from neuralmean.bench import baselines, experiments, models, plots, protocols, report
+from neuralmean.bench.baselines import trial
+from neuralmean.bench.baselines.parts import PartOfLayers, third_of
 from neuralmean.bench.baselines.trial import run_trial
 from neuralmean.bench.experiments import ablation
-from neuralmean.bench.experiments.ablation import TERMS, PartOfLayers, third_of
 from neuralmean.bench.experiments.base import cases
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.workbench import Workbench
 from neuralmean.bench.results import Results
 from neuralmean.layers import Layer
+from neuralmean.scorers.typicality import TERMS
 
 SETS = ("cifar10-train", "cifar10-test", "svhn-train", "svhn-test", "imagenet-crop")
 
@@ -81,15 +83,17 @@ def test_fewer_images_are_drawn_several_times(rows):
     assert not any(row.get("setting") == "60 ID images" for row in rows)  # these are all, which the scorer itself has
 
 
-def test_a_second_run_fits_nothing(rows, folders, monkeypatch):
+@pytest.mark.parametrize("out", ["rows.json", "others.json"])
+def test_a_second_run_fits_nothing_with_its_rows_or_without(rows, folders, monkeypatch, out):
     def refuse(*args, **kwargs):
         raise AssertionError("fitted again")
 
-    monkeypatch.setattr(ablation, "fit_method", refuse)
+    monkeypatch.setattr(trial, "fit_method", refuse)
     monkeypatch.setattr(ablation, "COUNTS", (30, 60))
     small = cases(["resnet20"], "cifar10", ["svhn", "imagenet-crop"])
     monkeypatch.setattr(experiments.get("ablation"), "cases", small, raising=False)
-    where = {"data": folders / "data", "weights": folders / "weights", "out": folders / "rows.json"}
+    where = {"data": folders / "data", "weights": folders / "weights", "out": folders / out}
+    where["cache"] = folders / ".rows-cache"
     assert experiments.run(["ablation"], limit=60, methods=["energy", "gen", "ours-id"], **where) == rows
 
 
@@ -102,7 +106,8 @@ def test_all_layers_and_all_terms_are_the_scorer_itself(folders, tmp_path):
         run_trial(make, trained, draw, judged, bench.reader(trained))[0].scores
         for make in (lambda: baselines.make("ours-id"), lambda: PartOfLayers(None))
     )
-    np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
+    assert part.shape == (len(whole), len(TERMS))
+    np.testing.assert_allclose(part.sum(axis=1), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_thirds_of_the_layers_share_no_column_and_leave_none_out():

@@ -179,6 +179,7 @@ class Method:
         uses_gradients: Whether scoring takes gradients.
         fine_tunes: Whether `fit` trains a copy of the model.
         heavy: Whether a fit takes minutes rather than seconds.
+        n_terms: Where the terms of a score are studied, how many: `score` then returns them, (N, n_terms); else 0.
         version: Raise it when scores change, so that kept ones are not used.
     """
 
@@ -191,6 +192,7 @@ class Method:
     uses_gradients: bool = False
     fine_tunes: bool = False
     heavy: bool = False
+    n_terms: int = 0
     version: int = 1
 
     def fit(self, context: Context) -> None:

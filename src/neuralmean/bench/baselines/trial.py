@@ -33,7 +33,7 @@ Scores = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of one set, (N,), higher = more OOD, and what they cost."""
+    """Scores of one set, (N,), higher = more OOD, or their terms, (N, T), and what they cost."""
 
     scores: Scores
     fit: Cost
@@ -60,9 +60,10 @@ def score_set(method: Method, trained: TrainedModel, images: EvalSet, reader: Re
     with metered(trained.model) as watch:
         view = View(trained, images.source, None, reads=method.reads, reader=reader, meter=watch.meter)
         scores = method.score(view)
-    if not isinstance(scores, Tensor) or scores.shape != (len(images),):
+    shape = _shape(method, images)
+    if not isinstance(scores, Tensor) or scores.shape != shape:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError(f"Expected {method.name!r} to return a tensor of shape ({len(images)},), but got {got}.")
+        raise InputError(f"Expected {method.name!r} to return a tensor of shape {shape}, but got {got}.")
     return scores.detach().cpu().double().numpy(), watch.cost
 
 
@@ -87,7 +88,9 @@ def run_trial(
     """
     method = make()
     paths = [None if cache is None else cache / f"{_key(method, trained, draw, one)}.npz" for one in judged]
-    found = [None if path is None else _load(path, len(one)) for path, one in zip(paths, judged, strict=True)]
+    found = [
+        None if path is None else _load(path, _shape(method, one)) for path, one in zip(paths, judged, strict=True)
+    ]
     if all(scored is not None for scored in found):
         return [scored for scored in found if scored is not None]
     scratch = None if cache is None else cache.parent / "scratch" / _fit_key(method, trained, draw)
@@ -141,14 +144,18 @@ def _save(path: Path, scored: Scored) -> None:
         np.savez(handle, scores=scored.scores, costs=np.array(costs))
 
 
-def _load(path: Path, count: int) -> Scored | None:
+def _shape(method: Method, images: EvalSet) -> tuple[int, ...]:
+    return (len(images), method.n_terms) if method.n_terms else (len(images),)
+
+
+def _load(path: Path, shape: tuple[int, ...]) -> Scored | None:
     if not path.exists():
         return None
     try:
         with np.load(path, allow_pickle=False) as held:  # a zip file: every member carries a checksum
             scores, costs = held["scores"], json.loads(str(held["costs"]))
-        if scores.shape != (count,):
-            raise ValueError(f"{scores.shape} scores for {count} images")
+        if scores.shape != shape:
+            raise ValueError(f"{scores.shape} scores in the place of {shape}")
         fit, score = (Cost(**cost) for cost in costs)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         warnings.warn(

@@ -7,21 +7,16 @@ DenseNet-100 on CIFAR-100 had lost without them; the other models are for report
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from dataclasses import replace
+from typing import Any
 
 from neuralmean.bench import protocols
-from neuralmean.bench.baselines.base import Context, View
-from neuralmean.bench.baselines.ours import NeuralMean
-from neuralmean.bench.baselines.trial import Scored, fit_method, score_set
+from neuralmean.bench.baselines.parts import PartOfLayers
+from neuralmean.bench.baselines.trial import Scored
 from neuralmean.bench.experiments.base import Case, Experiment, cases
 from neuralmean.bench.experiments.workbench import Workbench, summarise
 from neuralmean.bench.protocols import Draw, EvalSet
-from neuralmean.layers import Layer
-from neuralmean.scorers import Observation
-from neuralmean.scorers.typicality import TERMS, TypicalityScorer
+from neuralmean.scorers.typicality import TERMS
 
 OURS = "ours-id"
 COUNTS = (200, 500, 1000, 2000, 4000)
@@ -95,7 +90,7 @@ class _Parts:
     def __init__(self, bench: Workbench, facts: dict[str, Any], inside: EvalSet, outside: Sequence[EvalSet]) -> None:
         self.bench, self.facts, self.inside, self.outside = bench, facts, inside, outside
         self.trained = bench.inputs.trained(facts["model"], facts["id"])
-        self._kept: tuple[Any, list[list[_Terms]]] = (None, [])
+        self._kept: tuple[Any, list[list[Scored]]] = (None, [])
 
     def measure(self, draws: Sequence[Draw], third: int | None, settings: dict[str, tuple[str, ...]]) -> None:
         """Add a row for each OOD set and setting, such as {"far alone": ("far",)}, that has none yet."""
@@ -107,72 +102,21 @@ class _Parts:
                 if self.bench.results.find(row) is not None:
                     continue
                 fits = self._terms(draws, third)
-                pairs = [(fit[0].add_up(terms), fit[place].add_up(terms)) for fit in fits]
+                pairs = [(_add_up(fit[0], terms), _add_up(fit[place], terms)) for fit in fits]
                 self.bench.results.add({**row, **summarise(pairs, seed=self.bench.seed)})
 
-    def _terms(self, draws: Sequence[Draw], third: int | None) -> list[list[_Terms]]:
+    def _terms(self, draws: Sequence[Draw], third: int | None) -> list[list[Scored]]:
         """Return the terms of every set for every draw; those of the last call are kept."""
         key = ([draw.inliers.digest() for draw in draws], third)
         if self._kept[0] != key:
             self._kept = (key, [self._fit(draw, third) for draw in draws])
         return self._kept[1]
 
-    def _fit(self, draw: Draw, third: int | None) -> list[_Terms]:
-        method, read = PartOfLayers(third), self.bench.reader(self.trained)
-        fit_cost = fit_method(method, self.trained, draw, read)
-        found = []
-        for one in (self.inside, *self.outside):
-            scores, cost = score_set(method, self.trained, one, read)
-            found.append(_Terms(method.terms, Scored(scores, fit_cost, cost)))
-        return found
+    def _fit(self, draw: Draw, third: int | None) -> list[Scored]:
+        return self.bench.trial(lambda: PartOfLayers(third), self.trained, draw, [self.inside, *self.outside])
 
 
-class _Terms:
-    """Standardised terms of one set, (N, T), and what they cost."""
-
-    def __init__(self, values: Tensor, whole: Scored) -> None:
-        self.values, self.whole = values.double(), whole
-
-    def add_up(self, names: Sequence[str]) -> Scored:
-        """Return the scores that these terms give."""
-        columns = [TERMS.index(name) for name in names]
-        return Scored(self.values[:, columns].sum(dim=1).numpy(), self.whole.fit, self.whole.score)
-
-
-class PartOfLayers(NeuralMean):
-    """The scorer for ID data alone on a third of the watched layers, in the order of the model.
-
-    Args:
-        third: 0, 1 or 2; None for all layers.
-
-    Attributes:
-        terms: Standardised terms, (N, T), of the images that were scored last.
-    """
-
-    def __init__(self, third: int | None) -> None:
-        super().__init__("typicality")
-        self._third = third
-        self._columns = slice(None)
-        self.terms = torch.zeros(0)
-
-    def fit(self, context: Context) -> None:
-        """Fit the scorer on the columns of the layers."""
-        self._columns = slice(None) if self._third is None else third_of(context.inliers.layers, self._third)
-        super().fit(context)
-
-    def score(self, examples: View) -> Tensor:
-        """Score each image, shape (N,); higher = more OOD."""
-        seen, scorer = self._observe(examples), cast(TypicalityScorer, self.scorer)
-        self.terms = (scorer._terms(seen) - scorer.term_mean_) / scorer.term_std_
-        return self.terms.sum(dim=1)
-
-    def _observe(self, view: View) -> Observation:
-        whole = super()._observe(view)
-        return Observation(whole.vector[:, self._columns], whole.output, whole.feature)
-
-
-def third_of(layers: Sequence[Layer], third: int) -> slice:
-    """Return the columns of the first, middle or last third of the layers."""
-    cuts = [round(part * len(layers) / 3) for part in range(4)]
-    widths = [layer.channels for layer in layers]
-    return slice(sum(widths[: cuts[third]]), sum(widths[: cuts[third + 1]]))
+def _add_up(terms: Scored, names: Sequence[str]) -> Scored:
+    """Return the scores that these terms give."""
+    columns = [TERMS.index(name) for name in names]
+    return replace(terms, scores=terms.scores[:, columns].sum(axis=1))
