@@ -58,7 +58,10 @@ def test_p_values_are_those_of_the_detector(detector):
 
 def test_of_equal_scores_the_first_images_are_shown(detector):
     result = gather(detector, noise(1, 5).expand(40, -1, -1, -1), name="x")
-    assert sorted(picture.row for picture in result.most) == list(range(8))
+    # The same image may get other last bits in another row of a batch, by the processor's vectors: not all are equal.
+    expected = sorted(range(40), key=lambda row: (-result.scores[row], row))[: module.GALLERY]
+    assert sorted(picture.row for picture in result.most) == sorted(expected)
+    assert len(set(result.scores.tolist())) < 40
 
 
 def test_names_go_with_their_images(detector):

@@ -22,7 +22,7 @@ _FEW_ROWS = 512  # up to here rows are rotated into as many columns, in float64
 
 _FOLDS_OF_MANY = Effort(1e-4, 50)  # sklearn's own tolerance; more digits change neither the choice nor the AUROC
 _REFIT_OF_MANY = Effort(1e-5, 50)
-_FEW = Effort(1e-6, 300)  # one row decides between penalties, and an iteration costs next to nothing
+_FEW = Effort(1e-8, 2000)  # one row decides between penalties, and an iteration costs next to nothing
 
 
 class LogisticScorer(VectorScorer):
