@@ -28,7 +28,7 @@ from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
 from neuralmean.layers import Layer, unwrap
 from neuralmean.recording import Exits, Plan, Recording, Seen
-from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error
+from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
 
 _NOTHING: Mapping[str, Any] = {}
 _keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
@@ -371,8 +371,7 @@ class RecordingModule(nn.Module):
 
     def __init__(self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None) -> None:
         super().__init__()
-        tensors = {id(tensor): tensor for tensor in (*core.parameters(), *core.buffers())}
-        self.model = copy.deepcopy(core, memo=dict(tensors)).eval()
+        self.model = shared_copy(core).eval()
         plan = Plan(self.model, layers)
         plan.by_keyword = frozenset(range(len(layers)))
         self._sink = _Sink(plan, None, variance=variance, head=head)

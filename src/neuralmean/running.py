@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,18 @@ def evaluating(core: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
                     module.training = True
             else:
                 _eval_users[core] = (users - 1, training)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose modules, and so hooks and flags, are its own and whose tensors are the model's.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> other = shared_copy(model)
+        >>> other is model, other.weight is model.weight
+        (False, True)
+    """
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def device_of(core: nn.Module) -> torch.device:

@@ -6,7 +6,6 @@ others use the cores too. A pass that runs alone gets all threads, if that makes
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from neuralmean.detector import Detector
 from neuralmean.layers import unwrap
-from neuralmean.running import device_of, is_compiled
+from neuralmean.running import device_of, is_compiled, shared_copy
 from neuralmean.saving import from_artefact, to_artefact
 from neuralmean.service.passes import Pass, run_pass
 
@@ -92,9 +91,7 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
 
 def twin(detector: Detector) -> Detector:
     """Return a detector whose model shares every tensor with that of `detector`, but no module."""
-    tensors = {id(tensor): tensor for tensor in (*detector.model.parameters(), *detector.model.buffers())}
-    model = copy.deepcopy(detector.model, tensors)
-    return from_artefact(Detector, to_artefact(detector), model, "the twin")
+    return from_artefact(Detector, to_artefact(detector), shared_copy(detector.model), "the twin")
 
 
 def prefers_channels_last(model: nn.Module) -> bool:
