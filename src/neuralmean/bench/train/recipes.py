@@ -88,7 +88,8 @@ class Recipe:
 
 _RESNET = Recipe(epochs=200)
 _RECIPES = {
-    "convnet4": Recipe(epochs=4, learning_rate=0.1, warmup=0.2),
+    # An epoch of 50,000 images takes about 19 minutes on two cores: few epochs, so a mild shift.
+    "convnet4": Recipe(epochs=3, learning_rate=0.1, warmup=0.2, crop=2),
     "resnet20": replace(_RESNET, weight_decay=1e-4),
     "resnet32": replace(_RESNET, weight_decay=1e-4),
     "resnet44": replace(_RESNET, weight_decay=1e-4),
