@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from neuralmean.errors import InputError
-from neuralmean.metrics import FIGURES, Metrics, bootstrap, evaluate, roc_curve
+from neuralmean.metrics import Metrics, bootstrap, evaluate, roc_curve
 
 
 def _reference_metrics(id_scores, ood_scores):
@@ -32,7 +32,7 @@ def _reference_metrics(id_scores, ood_scores):
 
 
 def _figures(result):
-    return {name: getattr(result, name) for name in FIGURES}
+    return {name: value for name, value in result.to_dict().items() if name not in ("n_id", "n_ood")}
 
 
 def test_every_figure_of_a_small_example_is_what_one_gets_by_hand():
@@ -152,18 +152,27 @@ def _reference_bootstrap(id_scores, ood_scores, resamples, seed):
     for _ in range(resamples):
         drawn_id = np.sort(id_scores)[generator.integers(len(id_scores), size=len(id_scores))]
         drawn_ood = np.sort(ood_scores)[generator.integers(len(ood_scores), size=len(ood_scores))]
-        rows.append(list(_figures(evaluate(drawn_id, drawn_ood)).values()))
-    return np.quantile(rows, [0.05, 0.95], axis=0)
+        rows.append(_figures(evaluate(drawn_id, drawn_ood)))
+    return {name: np.quantile([row[name] for row in rows], [0.05, 0.95]) for name in rows[0]}
 
 
 def test_bootstrap_is_the_same_as_resampling_the_scores_themselves():
     generator = np.random.default_rng(3)
     id_scores, ood_scores = generator.normal(size=40).round(1), generator.normal(1, size=25).round(1)
     intervals = bootstrap(id_scores, ood_scores, resamples=50, confidence=0.9, seed=7)
-    low, high = _reference_bootstrap(id_scores, ood_scores, 50, 7)
-    assert list(intervals) == list(FIGURES)
-    assert [interval.low for interval in intervals.values()] == pytest.approx(low)
-    assert [interval.high for interval in intervals.values()] == pytest.approx(high)
+    expected = _reference_bootstrap(id_scores, ood_scores, 50, 7)
+    assert intervals.keys() == expected.keys()
+    for name, interval in intervals.items():
+        assert [interval.low, interval.high] == pytest.approx(expected[name])
+
+
+def test_bootstrap_without_aupr_gives_the_other_intervals_unchanged():
+    generator = np.random.default_rng(3)
+    id_scores, ood_scores = generator.normal(size=40), generator.normal(1, size=25)
+    every = bootstrap(id_scores, ood_scores, resamples=50)
+    some = bootstrap(id_scores, ood_scores, resamples=50, aupr=False)
+    assert every.keys() - some.keys() == {"aupr_id", "aupr_ood"}
+    assert all(every[name] == some[name] for name in some)
 
 
 def test_bootstrap_covers_the_truth_as_often_as_it_says():

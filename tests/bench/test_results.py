@@ -59,6 +59,14 @@ def test_every_added_row_is_on_disk_at_once(tmp_path):
     assert [row["ood"] for row in Results(tmp_path / "rows.json")] == ["svhn", "cifar100"]
 
 
+def test_rows_that_are_added_together_replace_their_like_and_keep_the_others(tmp_path):
+    held = Results(tmp_path / "rows.json")
+    held.add(make_row(figures(seed=1)), make_row(figures(seed=2)))
+    held.add(make_row(figures(seed=2, auroc=50.0)), make_row(figures(seed=3)))
+    found = [(row["seed"], row["auroc"] == 50.0) for row in read_rows(tmp_path / "rows.json")]
+    assert found == [(1, False), (2, True), (3, False)]
+
+
 def test_the_file_is_a_plain_list_with_a_row_a_line(tmp_path):
     held = Results(tmp_path / "rows.json")
     held.add(make_row(figures()))

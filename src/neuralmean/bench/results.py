@@ -64,7 +64,7 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class Results:
-    """A JSON file with a list of rows; every added row is on disk before the next one is computed.
+    """A JSON file with a list of rows; what is added is on disk before the next is computed.
 
     Several processes may add rows to one file: each takes its turn and keeps what the others wrote.
 
@@ -90,11 +90,11 @@ class Results:
         held = self._rows.get(identity(row))
         return held if held is not None and held.get("inputs") == row.get("inputs") else None
 
-    def add(self, row: Row) -> None:
-        """Add a row, in place of one with the same identity, to what is in the file by now, and write it."""
+    def add(self, *new: Row) -> None:
+        """Add rows, each in place of one with the same identity, to what is in the file by now, and write it."""
         with locked(self.path.with_name(f".{self.path.name}.lock")):
             there = read_rows(self.path) if self.path.exists() else []
-            rows = {identity(one): one for one in (*there, row)}
+            rows = {identity(one): one for one in (*there, *new)}
             write_rows(self.path, list(rows.values()))
         self._rows = rows
 

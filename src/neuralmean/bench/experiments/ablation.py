@@ -94,6 +94,7 @@ class _Parts:
 
     def measure(self, draws: Sequence[Draw], third: int | None, settings: dict[str, tuple[str, ...]]) -> None:
         """Add a row for each OOD set and setting, such as {"far alone": ("far",)}, that has none yet."""
+        rows = []
         for setting, terms in settings.items():
             for place, one in enumerate(self.outside, start=1):
                 row = self.bench.blank(
@@ -103,7 +104,9 @@ class _Parts:
                     continue
                 fits = self._terms(draws, third)
                 pairs = [(_add_up(fit[0], terms), _add_up(fit[place], terms)) for fit in fits]
-                self.bench.results.add({**row, **summarise(pairs, seed=self.bench.seed)})
+                rows.append({**row, **summarise(pairs, seed=self.bench.seed)})
+        if rows:
+            self.bench.results.add(*rows)
 
     def _terms(self, draws: Sequence[Draw], third: int | None) -> list[list[Scored]]:
         """Return the terms of every set for every draw; those of the last call are kept."""

@@ -28,7 +28,7 @@ from neuralmean.data import Batch
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder, find_head
 
-REPEATS = 200
+REPEATS = 100
 WARM_UP = 5
 ENOUGH_SECONDS = 20.0
 AT_LEAST = 10

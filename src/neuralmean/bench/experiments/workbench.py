@@ -158,9 +158,11 @@ class Workbench:
             return
         judged = [inside, *(one for one, _ in waiting)]
         trials = [self.trial(lambda: baselines.make(method), trained, draw, judged) for draw in draws]
+        rows = []
         for place, (_, row) in enumerate(waiting, start=1):
             pairs = [(scored[0], scored[place]) for scored in trials]
-            self.results.add({**row, **summarise(pairs, seed=self.seed)})
+            rows.append({**row, **summarise(pairs, seed=self.seed)})
+        self.results.add(*rows)
 
     def blank(
         self,
@@ -219,7 +221,8 @@ def summarise(pairs: Sequence[tuple[Scored, Scored]], *, seed: int) -> dict[str,
     values = {name: [getattr(one, name) for one in figures] for name in _FIGURES}
     summary: dict[str, Any] = {name: round(float(np.mean(values[name])), 3) for name in _FIGURES}
     if len(pairs) == 1:
-        intervals = metrics.bootstrap(pairs[0][0].scores, pairs[0][1].scores, resamples=RESAMPLES, seed=seed)
+        inside, outside = (one.scores for one in pairs[0])
+        intervals = metrics.bootstrap(inside, outside, resamples=RESAMPLES, seed=seed, aupr=False)
         for name in ("auroc", "tnr95", "accuracy"):
             summary[f"{name}_ci"] = [round(intervals[name].low, 3), round(intervals[name].high, 3)]
     else:
