@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import early_exit, export, fit, peers, plot, recording, subjects, timing
 from benchmarks.timing import table
+from neuralmean import memory
 
 PARTS = ("recording", "export", "peers", "early-exit", "fit")
 
@@ -33,6 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    memory.keep_freed()
     if options.cpu_time:
         timing.clock = time.process_time
     quick = options.quick

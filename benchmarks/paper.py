@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 
-from neuralmean import progress
+from neuralmean import memory, progress
 from neuralmean.bench import experiments, report
 
 
@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--html")
     parser.add_argument("names", nargs="*", help="experiments; all if not given")
     options = parser.parse_args()
+    memory.keep_freed()
     begun = time.monotonic()
 
     def announce(line: str) -> None:

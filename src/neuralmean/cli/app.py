@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from neuralmean import memory
 from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
 from neuralmean.version import __version__
 
@@ -58,6 +59,7 @@ def load_commands() -> typer.Typer:
 
 def main() -> None:
     """Run the command and leave with its exit code."""
+    memory.keep_freed()
     load_commands()
     warnings.showwarning = _show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):

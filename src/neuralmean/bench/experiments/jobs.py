@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from neuralmean import memory
 from neuralmean.bench import baselines
 from neuralmean.bench.experiments.base import Case, Experiment
 from neuralmean.bench.experiments.inputs import Inputs
@@ -107,6 +108,7 @@ _here: tuple[Settings, Inputs] | None = None  # of a process that joined in: set
 
 def _begin(settings: Settings, threads: int) -> None:
     global _here
+    memory.keep_freed()
     torch.set_num_threads(threads)
     _here = settings, Inputs(settings.data, settings.weights)
 
