@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
-import itertools
 import json
 import os
 import random
@@ -37,14 +36,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from neuralmean import Detector
+from neuralmean import Detector, memory
 from neuralmean.bench import models
 from neuralmean.preprocessing import Preprocessing
 
 HOST = "127.0.0.1"
 NAME = "resnet56"
 TURNS = 5
-SERVER = "import sys; from neuralmean.service import serve; serve(sys.argv[1], port=0, name=sys.argv[2], state=None)"
+SERVER = (sys.executable, "-m", "neuralmean", "serve", "--port", "0", "--name", NAME)
 
 
 class Server:
@@ -53,7 +52,7 @@ class Server:
     def __init__(self, path: Path, log: Path) -> None:
         self.log = log
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen([sys.executable, "-c", SERVER, str(path), NAME], stderr=stderr)
+            self.process = subprocess.Popen([*SERVER, str(path)], stderr=stderr)
         self.port = self._wait()
 
     def _wait(self) -> int:
@@ -158,19 +157,28 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def bare_throughput(model: torch.nn.Module, x: torch.Tensor, seconds: float) -> float:
-    """Return images a second of the model alone at its best batch size and memory layout."""
-    best = 0.0
+def best_batch(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return a batch of the size and memory layout at which the model alone is fastest, by medians taken in turns."""
+    layouts = (torch.contiguous_format, torch.channels_last)
+    batches = [x[:size].contiguous(memory_format=layout) for layout in layouts for size in (16, 32, 64, 128)]
+    times: list[list[float]] = [[] for _ in batches]
     with torch.no_grad():
-        for layout, size in itertools.product((torch.contiguous_format, torch.channels_last), (16, 32, 64, 128)):
-            batch = x[:size].contiguous(memory_format=layout)
-            model(batch)
-            n, begin = 0, time.perf_counter()
-            while time.perf_counter() - begin < seconds / 8:
+        for _ in range(TURNS):
+            for batch, own in zip(batches, times, strict=True):
+                begin = time.perf_counter()
                 model(batch)
-                n += len(batch)
-            best = max(best, n / (time.perf_counter() - begin))
-    return best
+                own.append((time.perf_counter() - begin) / len(batch))
+    return batches[min(range(len(batches)), key=lambda i: statistics.median(times[i]))]
+
+
+def bare_throughput(model: torch.nn.Module, batch: torch.Tensor, seconds: float) -> float:
+    """Return images a second of the model alone."""
+    n, begin = 0, time.perf_counter()
+    with torch.no_grad():
+        while time.perf_counter() - begin < seconds:
+            model(batch)
+            n += len(batch)
+    return n / (time.perf_counter() - begin)
 
 
 async def throughput(port: int, requests: list[bytes], n_clients: int, seconds: float) -> float:
@@ -355,6 +363,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="1 is 25 s of throughput and 10,000 requests of abuse")
     parser.add_argument("--only", default="throughput,latency,abuse,sigterm")
     arguments = parser.parse_args()
+    memory.keep_freed()  # as the server does: the bare model gets the same chance
     parts, scale = arguments.only.split(","), arguments.scale
     with tempfile.TemporaryDirectory() as name:
         detector, preprocessing, pixels, path = prepare(arguments, Path(name))
@@ -368,12 +377,14 @@ def main() -> None:
         server = Server(path, Path(name) / "log")
         try:
             seconds, n = max(1, 5 * scale), max(10, int(60 * scale))
+            batch = best_batch(detector.model, x)
             for kind, requests in kinds.items() if "throughput" in parts else ():
                 ask = partial(throughput, server.port, requests, 64, seconds)
-                served, bare, pairs = in_turns(ask, partial(bare_throughput, detector.model, x, seconds))
+                served, bare, pairs = in_turns(ask, partial(bare_throughput, detector.model, batch, seconds))
                 shares = [round(one / other, 3) for one, other in pairs]
                 share = statistics.median(shares)
-                show("throughput", kind=kind, images_per_s=served, bare_per_s=bare, shares=shares, share=share)
+                values = {"images_per_s": served, "bare_per_s": bare, "bare_batch": len(batch)}
+                show("throughput", kind=kind, **values, shares=shares, share=share)
             for kind, requests in kinds.items() if "latency" in parts else ():
                 ask = partial(latency, server.port, requests, n)
                 served, direct, pairs = in_turns(ask, partial(direct_latency, detector, x, n))

@@ -4,6 +4,9 @@ Each activation is reduced inside the hook and let go. The model leaves every ca
 its training flags are what they were, also when the forward pass raises. Many threads may record on one model: a hook
 only listens to the thread that registered it.
 
+Where a norm layer is torch's own, its `forward` is stood in for instead, for the time of the pass: that is cheaper than a
+hook, and than the layer itself, as `lean` tells. One thread at a time does so, others have their hooks.
+
 Reductions write their sums into one (N, D) tensor, which is divided once at the end: no allocation, no division and no
 concatenation per layer. Whatever is not plain (another type, a mask, a second call) takes the general way.
 """
@@ -21,13 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor, positions
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
 from neuralmean.layers import Layer, unwrap
-from neuralmean.recording import Exits, Plan, Recording, Seen
+from neuralmean.lean import Forward
+from neuralmean.recording import Exits, Plan, Recording, Seen, Watched
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
 
 _NOTHING: Mapping[str, Any] = {}
@@ -168,6 +173,7 @@ class _Sink:
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
+        self.stand_ins: list[tuple[dict[str, Any], Callable[..., Any]]] = []  # each with its module's attributes
         self.mask = None if batch is None else batch.mask
         self.size = 0 if batch is None else len(batch)
         self.slots: Sequence[Tensor] = ()
@@ -201,14 +207,20 @@ class _Sink:
             for key, *dicts in self.places:
                 for hooks in dicts:
                     hooks.pop(key, None)
+            for attributes, forward in self.stand_ins:
+                if attributes.get("forward") is forward:
+                    del attributes["forward"]
 
     def attach(self) -> None:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
         plan = self.plan
         # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
-        for index, layer in enumerate(self.layers):
-            module, key = plan.module(layer.name), next(_keys)  # one module may have two hooks: watched, and the head
-            if layer.reads_input:
+        short = self.thread is not None and bool(self.slots)
+        for index, watched in enumerate(plan.watched()):
+            if short and watched.lean is not None and self._stand_in(index, watched, watched.lean):
+                continue
+            module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
+            if watched.reads_input:
                 self.places.append((key, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs))
                 if index in plan.by_keyword:
                     module._forward_pre_hooks_with_kwargs[key] = True
@@ -221,6 +233,19 @@ class _Sink:
             self.places.append((key, module._forward_hooks, module._forward_hooks_with_kwargs))
             module._forward_hooks_with_kwargs[key] = True
             module._forward_hooks[key] = self._head_hook
+
+    def _stand_in(self, index: int, watched: Watched, lean: Forward) -> bool:
+        """Record the input of a norm layer in place of its `forward`; False if another thread does so now."""
+        thread, add, own, module = self.thread, self._add, watched.own, watched.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or get_ident() != thread:
+                return own(module, *args, **kwargs)
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            return lean(x) if add(index, x) else own(module, *args, **kwargs)
+
+        self.stand_ins.append((watched.attributes, forward))  # before it is there: what is not there is not taken away
+        return watched.attributes.setdefault("forward", forward) is forward
 
     def _input_hook(self, index: int) -> Callable[..., None]:
         thread, add, keywords = self.thread, self._add, index in self.plan.by_keyword
@@ -261,7 +286,8 @@ class _Sink:
         fits = self.mask is not None and activation.dim() == 3 and activation.shape[:2] == self.mask.shape
         return self.mask if fits else None
 
-    def _add(self, index: int, activation: Tensor | None) -> None:
+    def _add(self, index: int, activation: Tensor | None) -> bool:
+        """Add an activation, and tell whether it is as plain as those that were here before."""
         if self.slots and self.parts[index] is None:
             seen = self.seen[index]
             if (
@@ -275,8 +301,9 @@ class _Sink:
                 self.counts[index], self.calls[index] = seen.count, 1
                 if self.exits is not None:
                     self._look_at_exits(index)
-                return
+                return True
         self._add_any(index, activation)
+        return False
 
     def _add_any(self, index: int, activation: Tensor | None) -> None:
         """Add an activation of any type, and remember its shape if it is a plain one."""

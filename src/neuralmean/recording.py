@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
+from neuralmean.lean import lean_forward
 
 _SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
 
@@ -64,28 +65,32 @@ class Plan:
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
         self._modules: list[nn.Module] = []
-        self._watched: dict[str, nn.Module] = {}
+        self._watched: list[Watched] = []
 
     def modules(self) -> list[nn.Module]:
         """Every module of the model, looked up again only if one was added, replaced or removed."""
         if self._children != self._known:
             modules = list(self.core.modules())
             self._children = [module._modules for module in modules]
-            self._modules, self._watched = modules, {}
+            self._modules, self._watched = modules, []
             self._known = [dict(children) for children in self._children]
         return self._modules
 
     def module(self, name: str) -> nn.Module:
-        """Return the layer called `name`; call `modules` first."""
-        if name not in self._watched:
-            try:
-                self._watched[name] = self.core.get_submodule(name)
-            except AttributeError:
-                raise LayerNotFoundError(
-                    f"Expected {type(self.core).__name__} to have the layer {name!r}, but it has not. "
-                    "Make a new Detector for the model."
-                ) from None
-        return self._watched[name]
+        """Return the layer called `name`."""
+        try:
+            return self.core.get_submodule(name)
+        except AttributeError:
+            raise LayerNotFoundError(
+                f"Expected {type(self.core).__name__} to have the layer {name!r}, but it has not. "
+                "Make a new Detector for the model."
+            ) from None
+
+    def watched(self) -> list[Watched]:
+        """The watched layers in order; call `modules` first."""
+        if not self._watched:
+            self._watched = [Watched(self.module(layer.name), layer.reads_input) for layer in self.layers]
+        return self._watched
 
     def seen(self, size: int, device: torch.device) -> list[Seen | None]:
         """Shapes that the layers have with batches of this size, as far as another size lets expect them; filled on."""
@@ -121,6 +126,18 @@ class Plan:
             columns = torch.tensor(counts).repeat_interleave(torch.tensor(self.widths[: len(counts)]))
             known = self._divisors[counts, device] = columns.to(device, torch.float32)
         return known
+
+
+class Watched:
+    """A layer of the model at hand, how it is read, and the short way through it, where there is one."""
+
+    __slots__ = ("attributes", "lean", "module", "own", "reads_input")
+
+    def __init__(self, module: nn.Module, reads_input: bool) -> None:
+        self.module, self.reads_input = module, reads_input
+        self.attributes: dict[str, Any] = module.__dict__
+        self.own: Callable[..., Any] = type(module).forward
+        self.lean = lean_forward(module) if reads_input else None
 
 
 @dataclass(frozen=True)

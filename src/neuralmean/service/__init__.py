@@ -100,7 +100,7 @@ def serve(
 def _check_extra() -> None:
     import importlib
 
-    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "orjson"):
         try:
             importlib.import_module(module)
         except ImportError:

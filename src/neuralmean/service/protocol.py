@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from neuralmean.service.refusal import Refusal
@@ -89,12 +90,20 @@ def _header_end(header_length: str | None, size: int) -> int:
 
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Refusal(400, "Expected the body to be JSON, but it cannot be read as such.") from None
+        value = orjson.loads(text)  # a tenth of the time that `json` takes for an image's numbers
+    except ValueError:
+        value = _lenient_json(text)
     if not isinstance(value, dict):
         raise Refusal(400, f"Expected the body to be a JSON object, but got {_kind(value)}.")
     return value
+
+
+def _lenient_json(text: bytes) -> Any:
+    """Read what is no strict JSON but often sent as such: NaN, whole numbers of any length."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refusal(400, "Expected the body to be JSON, but it cannot be read as such.") from None
 
 
 def _read_tensor(entry: dict[str, Any], binary: bytes, spec: InputSpec) -> NDArray[np.float32]:

@@ -1,0 +1,162 @@
+"""Norm layers are stood in for while a pass is recorded: same bits, and nothing stays behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from neuralmean.data import to_batch
+from neuralmean.layers import select_layers
+from neuralmean.lean import lean_forward
+from neuralmean.recorder import Recorder
+
+SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
+
+
+def trained_norm(kind, **options):
+    torch.manual_seed(0)
+    layer = kind(4, **options)
+    for tensor in (*layer.parameters(), layer.running_mean):
+        nn.init.normal_(tensor)
+    nn.init.uniform_(layer.running_var, 0.5, 2.0)
+    return layer.eval()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None, "eps": 1e-3}])
+def test_a_batch_norm_gives_the_same_bits(kind, options):
+    layer, x = trained_norm(kind, **options), torch.randn(SHAPES[kind])
+    assert torch.equal(lean_forward(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False, "eps": 1e-2}])
+def test_a_layer_norm_gives_the_same_bits(options):
+    layer, x = nn.LayerNorm((6, 4), **options), torch.randn(3, 5, 6, 4)
+    assert torch.equal(lean_forward(layer)(x), layer(x))
+
+
+def test_a_batch_norm_without_statistics_normalises_by_the_batch_as_ever():
+    layer, x = nn.BatchNorm2d(4, track_running_stats=False).eval(), torch.randn(5, 4, 6, 6)
+    assert torch.equal(lean_forward(layer)(x), layer(x))
+
+
+def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
+    layer, x = trained_norm(nn.BatchNorm2d), torch.randn(5, 4, 6, 6)
+    forward = lean_forward(layer)
+    layer.weight = nn.Parameter(torch.rand(4))
+    layer.running_mean = torch.rand(4)
+    layer.eps = 0.5
+    assert torch.equal(forward(x), layer(x))
+
+
+class Loud(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+@pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)])
+def test_any_other_layer_goes_its_own_way(layer):
+    assert lean_forward(layer) is None
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+
+
+def recorder_of(model):
+    recorder = Recorder(model, select_layers(model))
+    with torch.no_grad():
+        recorder(to_batch(torch.randn(2, 3, 8, 8)))  # shapes are known from now on
+    return recorder
+
+
+def stood_in(model):
+    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+
+
+def test_norms_are_stood_in_for_during_the_pass_only():
+    model = make_net()
+    recorder, x = recorder_of(model), torch.randn(2, 3, 8, 8)
+    during = []
+    model[2].register_forward_hook(lambda *_: during.extend(stood_in(model)))
+    with torch.no_grad():
+        recording = recorder(to_batch(x))
+        assert torch.equal(recording.output, model(x))
+    assert during[:2] == ["1", "4"]
+    assert stood_in(model) == []
+
+
+def test_a_pass_that_raises_leaves_no_stand_in():
+    model = make_net()
+    recorder = recorder_of(model)
+
+    def fail(*_):
+        raise KeyError("no")
+
+    model[3].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        recorder(to_batch(torch.randn(2, 3, 8, 8)))
+    assert stood_in(model) == []
+
+
+def test_a_forward_of_the_user_s_own_stays_and_is_read_by_a_hook():
+    model, x = make_net(), torch.randn(2, 3, 8, 8)
+    plain = recorder_of(model)(to_batch(x)).mean
+    model[1].forward = lambda x: nn.BatchNorm2d.forward(model[1], x) * 1
+    mine = model[1].forward
+    assert torch.equal(recorder_of(model)(to_batch(x)).mean, plain)
+    assert model[1].forward is mine
+
+
+def test_hooks_of_the_user_see_what_they_always_see():
+    model, x = make_net(), torch.randn(2, 3, 8, 8)
+    recorder, seen = recorder_of(model), []
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        model(x)
+        recording = recorder(to_batch(x))
+    assert torch.equal(seen[0], seen[1])
+    with torch.no_grad():
+        assert torch.allclose(recording.means["1"], (model[0](x) + 1).mean((2, 3)), atol=1e-6)
+
+
+def test_a_thread_that_records_while_another_does_has_its_numbers_too():
+    model = make_net()
+    recorder, other = recorder_of(model), recorder_of(model)
+    x, y = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        expected = [recorder(to_batch(x)).mean, other(to_batch(y)).mean]
+    inside: list = []
+
+    def in_between(*_):
+        if not inside and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: inside.append(_record(other, y)))
+            thread.start()
+            thread.join()
+
+    model[2].register_forward_hook(in_between)
+    with torch.no_grad():
+        outer = recorder(to_batch(x)).mean
+    assert torch.equal(outer, expected[0])
+    assert torch.equal(inside[0], expected[1])
+    assert stood_in(model) == []
+
+
+def _record(recorder, x):
+    with torch.no_grad():
+        return recorder(to_batch(x)).mean
+
+
+def test_gradients_flow_as_they_do_without():
+    model, x = make_net(), torch.randn(2, 3, 8, 8)
+    recorder = recorder_of(model)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    recorder(to_batch(x)).output.square().sum().backward()
+    assert all(torch.equal(parameter.grad, one) for parameter, one in zip(model.parameters(), expected, strict=True))
