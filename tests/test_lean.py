@@ -53,8 +53,8 @@ def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
 
 
 class Loud(nn.BatchNorm2d):
-    def forward(self, input):
-        return super().forward(input) + 1
+    def forward(self, x):
+        return super().forward(x) + 1
 
 
 @pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)])

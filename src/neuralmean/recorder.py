@@ -241,7 +241,7 @@ class _Sink:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != thread:
                 return own(module, *args, **kwargs)
-            x = args[0] if args else next(iter(kwargs.values()), None)
+            x: Any = args[0] if args else next(iter(kwargs.values()), None)
             return lean(x) if add(index, x) else own(module, *args, **kwargs)
 
         self.stand_ins.append((watched.attributes, forward))  # before it is there: what is not there is not taken away
