@@ -151,23 +151,49 @@ def _layers(rows: Sequence[Row]) -> Plot:
 
 def _latency(rows: Sequence[Row]) -> Plot:
     """AUROC against the time to fit and against the time for one image, as in figure 1."""
-    figure, axes = _figure(width=9.0, height=3.6, columns=2)
+    figure, axes = _figure(width=9.0, height=4.6, columns=2)
     panels = (("fit_seconds", "time to fit, s"), ("ratio", "one image, times the plain forward pass"))
     for panel, (key, label) in zip(axes, panels, strict=True):
         for row in rows:
             ours = str(row["method"]).startswith("ours")
-            x = max(row[key], 0.1)
-            panel.scatter([x], [row["auroc"]], color=RED if ours else BLUE, s=18)
-            panel.annotate(
-                _title(row["method"]), (x, row["auroc"]), fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
+            panel.scatter([max(row[key], 0.1)], [row["auroc"]], color=RED if ours else BLUE, s=18)
         if key == "fit_seconds" or max(row[key] for row in rows) > 5:
             panel.set_xscale("log")
+        _label(panel, [(max(row[key], 0.1), row["auroc"], _title(row["method"])) for row in rows])
         panel.set_xlabel(label, fontsize=8)
         panel.set_ylabel("AUROC, %", fontsize=8)
     axes[1].axvline(1.0, color="#999", linestyle=":", linewidth=0.8)
     alt = "AUROC against the time to fit and the time for one image; the dotted line is the plain forward pass"
     return Plot("latency", alt, _svg(figure))
+
+
+def _label(panel: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write a name beside each point, right or left of it, higher or lower, where nothing else is."""
+    panel.margins(x=0.2, y=0.1)
+    panel.figure.draw_without_rendering()  # what is where is known from now on
+    scale = 72 / panel.figure.dpi  # everything below in points
+    places = [panel.transData.transform(point[:2]) * scale for point in points]
+    right, top = panel.bbox.xmax * scale, panel.bbox.ymax * scale - 5
+    taken = [(x - 3, x + 3, y) for x, y in places]
+    for (x, y, text), (at, base) in sorted(zip(points, places, strict=True), key=lambda pair: -pair[0][1]):
+        width = 3.9 * len(text)  # of a letter of size 7, about
+        spots = [
+            (left, base + lift)
+            for lift in sorted(range(-80, 81, 2), key=abs)
+            for left in (at + 5, at - 5 - width)
+            if base + lift < top and left + width < right
+        ]
+        free = (
+            spot for spot in spots
+            if all(abs(spot[1] - y) > 7.5 or spot[0] > end or spot[0] + width < start for start, end, y in taken)
+        )  # fmt: skip
+        left, height = next(free, (at + 5, base))
+        taken.append((left, left + width, height))
+        line = {"arrowstyle": "-", "color": "#aaa", "linewidth": 0.5} if abs(height - base) > 8 else None
+        panel.annotate(
+            text, (x, y), fontsize=7, xytext=(left - at, height - base - 2.5), textcoords="offset points",
+            arrowprops=line,
+        )  # fmt: skip
 
 
 def _figure(*, width: float, height: float, columns: int = 1, lines: int = 1, squeeze: bool = True) -> tuple[Any, Any]:
