@@ -7,10 +7,12 @@ takes processor time, so `decode_images` is to be called on a thread, unless `de
 from __future__ import annotations
 
 import asyncio
+import sys
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,8 @@ from neuralmean.images import decode_image
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.service.refusal import Refusal, busy
 from neuralmean.service.settings import Settings
+
+T = TypeVar("T")
 
 SMALL_BYTES = 16 * 2**10
 SMALL_PIXELS = 128**2
@@ -64,7 +68,7 @@ class BodyReader:
         if declared.isascii() and declared.isdigit() and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()
         try:
-            body = await asyncio.wait_for(self._collect(request, hold), self._settings.timeout_s)
+            body = await _within(self._settings.timeout_s, self._collect(request, hold))
         except (asyncio.TimeoutError, TimeoutError):
             raise Refusal(
                 408, f"Expected the whole body within {self._settings.timeout_s:g} seconds, but it did not come."
@@ -108,6 +112,14 @@ class BodyReader:
 
     def _too_large(self) -> Refusal:
         return Refusal(413, f"Expected a body of at most {self._settings.max_body_bytes} bytes, but it is larger.")
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """Await something, or raise TimeoutError."""
+    if sys.version_info < (3, 11):
+        return await asyncio.wait_for(work, seconds)
+    async with asyncio.timeout(seconds):  # no task of its own, which would take as long as the reading
+        return await work
 
 
 @dataclass
