@@ -5,7 +5,7 @@ its training flags are what they were, also when the forward pass raises. Many t
 only listens to the thread that registered it.
 
 Where a norm layer is torch's own, its `forward` is stood in for instead, for the time of the pass: that is cheaper than a
-hook, and than the layer itself, as `lean` tells. One thread at a time does so, others have their hooks.
+hook, and than the layer itself, as `lean` tells. One recorder at a time does so, others have their hooks.
 
 Reductions write their sums into one (N, D) tensor, which is divided once at the end: no allocation, no division and no
 concatenation per layer. Whatever is not plain (another type, a mask, a second call) takes the general way.
@@ -59,6 +59,7 @@ class Recorder:
         self._core = unwrap(model)
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
+        self._stand_ins = _StandIns(self._plan)
         self._compiled: tuple[RecordingModule, Callable[..., Any]] | None = None
         self._lock = threading.Lock()
 
@@ -97,7 +98,7 @@ class Recorder:
     def _run(self, batch: Batch, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        sink = _Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
+        sink = _Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
         with evaluating(self._core, self._plan.modules()), sink.attached():
             try:
                 output = model(*batch.args, **batch.kwargs)
@@ -168,12 +169,20 @@ class _Sink:
     """Collects the reduced activations of one pass."""
 
     def __init__(
-        self, plan: Plan, batch: Batch | None, *, variance: bool, head: str | None, exits: Exits | None = None
+        self,
+        plan: Plan,
+        batch: Batch | None,
+        stand_ins: _StandIns | None = None,
+        *,
+        variance: bool,
+        head: str | None,
+        exits: Exits | None = None,
     ) -> None:
+        self.stand_ins = stand_ins
+        self.outer: _Sink | None = None  # of the same thread, where one pass runs inside another
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
-        self.stand_ins: list[tuple[dict[str, Any], Callable[..., Any]]] = []  # each with its module's attributes
         self.mask = None if batch is None else batch.mask
         self.size = 0 if batch is None else len(batch)
         self.slots: Sequence[Tensor] = ()
@@ -207,17 +216,17 @@ class _Sink:
             for key, *dicts in self.places:
                 for hooks in dicts:
                     hooks.pop(key, None)
-            for attributes, forward in self.stand_ins:
-                if attributes.get("forward") is forward:
-                    del attributes["forward"]
+            if self.stand_ins is not None:
+                self.stand_ins.leave(self)
 
     def attach(self) -> None:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
         plan = self.plan
         # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
-        short = self.thread is not None and bool(self.slots)
-        for index, watched in enumerate(plan.watched()):
-            if short and watched.lean is not None and self._stand_in(index, watched, watched.lean):
+        watched_layers = plan.watched()
+        served = self.stand_ins.enter(self) if self.stand_ins is not None and self.slots else frozenset()
+        for index, watched in enumerate(watched_layers):
+            if index in served:
                 continue
             module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
             if watched.reads_input:
@@ -234,21 +243,8 @@ class _Sink:
             module._forward_hooks_with_kwargs[key] = True
             module._forward_hooks[key] = self._head_hook
 
-    def _stand_in(self, index: int, watched: Watched, lean: Forward) -> bool:
-        """Record the input of a norm layer in place of its `forward`; False if another thread does so now."""
-        thread, add, own, module = self.thread, self._add, watched.own, watched.module
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or get_ident() != thread:
-                return own(module, *args, **kwargs)
-            x: Any = args[0] if args else next(iter(kwargs.values()), None)
-            return lean(x) if add(index, x) else own(module, *args, **kwargs)
-
-        self.stand_ins.append((watched.attributes, forward))  # before it is there: what is not there is not taken away
-        return watched.attributes.setdefault("forward", forward) is forward
-
     def _input_hook(self, index: int) -> Callable[..., None]:
-        thread, add, keywords = self.thread, self._add, index in self.plan.by_keyword
+        thread, add, keywords = self.thread, self.add, index in self.plan.by_keyword
 
         # Another thread may call a hook that is half registered or half removed, and then without the keywords.
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NOTHING) -> None:
@@ -264,7 +260,7 @@ class _Sink:
         return hook
 
     def _output_hook(self, index: int) -> Callable[..., None]:
-        thread, add = self.thread, self._add
+        thread, add = self.thread, self.add
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if thread is None or get_ident() == thread:
@@ -286,7 +282,7 @@ class _Sink:
         fits = self.mask is not None and activation.dim() == 3 and activation.shape[:2] == self.mask.shape
         return self.mask if fits else None
 
-    def _add(self, index: int, activation: Tensor | None) -> bool:
+    def add(self, index: int, activation: Tensor | None) -> bool:
         """Add an activation, and tell whether it is as plain as those that were here before."""
         if self.slots and self.parts[index] is None:
             seen = self.seen[index]
@@ -388,6 +384,65 @@ class _Sink:
                 f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has {rows}. "
                 "neuralmean needs the batch as first dimension; leave the layer out of `layers`."
             )
+
+
+class _StandIns:
+    """Stand in for the `forward` of norm layers while passes of one recorder run, in whichever threads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._sinks: dict[int, _Sink] = {}  # of the passes that run, by thread
+        self._watched: list[Watched] = []
+        self._forwards: dict[int, tuple[dict[str, Any], Callable[..., Any]]] = {}  # by layer, with its attributes
+
+    def enter(self, sink: _Sink) -> frozenset[int]:
+        """Stand in for a pass of this thread, and return the layers where that is possible."""
+        thread, watched = get_ident(), self._plan.watched()
+        with self._lock:
+            if watched is not self._watched:
+                if self._sinks:
+                    return frozenset()  # the model was changed while others run on it
+                self._watched = watched
+                self._forwards = {
+                    index: (one.module.__dict__, self._forward(index, one, one.lean))
+                    for index, one in enumerate(watched)
+                    if one.lean is not None
+                }
+            sink.outer = self._sinks.get(thread)
+            self._sinks[thread] = sink
+            return frozenset(
+                index
+                for index, (attributes, forward) in self._forwards.items()
+                if attributes.setdefault("forward", forward) is forward
+            )
+
+    def leave(self, sink: _Sink) -> None:
+        """End what `enter` began; the last pass to leave takes everything away."""
+        thread = get_ident()
+        with self._lock:
+            if self._sinks.get(thread) is not sink:
+                return
+            if sink.outer is None:
+                del self._sinks[thread]
+            else:
+                self._sinks[thread] = sink.outer
+            if not self._sinks:
+                for attributes, forward in self._forwards.values():
+                    if attributes.get("forward") is forward:
+                        del attributes["forward"]
+
+    def _forward(self, index: int, watched: Watched, lean: Forward) -> Callable[..., Any]:
+        sinks, own, module = self._sinks, type(watched.module).forward, watched.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            sink = None if is_compiling() else sinks.get(get_ident())
+            if sink is None:
+                return own(module, *args, **kwargs)
+            x: Any = args[0] if args else next(iter(kwargs.values()), None)
+            return lean(x) if sink.add(index, x) else own(module, *args, **kwargs)
+
+        return forward
 
 
 class RecordingModule(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
-from neuralmean.lean import lean_forward
+from neuralmean.lean import Forward, lean_forward
 
 _SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
 
@@ -89,7 +89,11 @@ class Plan:
     def watched(self) -> list[Watched]:
         """The watched layers in order; call `modules` first."""
         if not self._watched:
-            self._watched = [Watched(self.module(layer.name), layer.reads_input) for layer in self.layers]
+            modules = [self.module(layer.name) for layer in self.layers]
+            self._watched = [
+                Watched(module, layer.reads_input, lean_forward(module) if layer.reads_input else None)
+                for module, layer in zip(modules, self.layers, strict=True)
+            ]
         return self._watched
 
     def seen(self, size: int, device: torch.device) -> list[Seen | None]:
@@ -128,16 +132,13 @@ class Plan:
         return known
 
 
+@dataclass(frozen=True)
 class Watched:
     """A layer of the model at hand, how it is read, and the short way through it, where there is one."""
 
-    __slots__ = ("attributes", "lean", "module", "own", "reads_input")
-
-    def __init__(self, module: nn.Module, reads_input: bool) -> None:
-        self.module, self.reads_input = module, reads_input
-        self.attributes: dict[str, Any] = module.__dict__
-        self.own: Callable[..., Any] = type(module).forward
-        self.lean = lean_forward(module) if reads_input else None
+    module: nn.Module
+    reads_input: bool
+    lean: Forward | None
 
 
 @dataclass(frozen=True)
