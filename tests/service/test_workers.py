@@ -11,6 +11,7 @@ from neuralmean import Detector
 from neuralmean.service import workers
 from neuralmean.service.passes import run_pass
 from neuralmean.service.workers import Runner, Threads, make_runners, on_own_thread, twin
+from neuralmean.traced import TracedObserver
 from tests.conftest import make_trained
 
 ONE = Threads(1, 1)
@@ -89,6 +90,40 @@ def test_a_pass_runs_with_the_threads_of_its_kind(detector, images):
     assert torch.get_num_threads() == 2
     run(images[:1], alone=False)
     assert torch.get_num_threads() == 1
+
+
+def test_workers_run_the_model_as_one_graph_and_say_what_it_says(detector, images):
+    runners = make_runners(detector, images[:1], 2)
+    calls = []
+    for runner in runners:
+        assert isinstance(runner._observer, TracedObserver)
+        runner._detector.model.register_forward_hook(lambda *_: calls.append(1))
+    for count in (1, 7, 20):
+        output, decision = detector(images[:count])
+        calls.clear()
+        for runner in runners:
+            found = runner(images[:count], torch.tensor([0]), alone=False)
+            torch.testing.assert_close(found.decision.score, decision.score)
+            torch.testing.assert_close(found.output, output)
+            assert found.explanation is not None
+        assert calls == []
+
+
+class _Choosy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = make_trained()
+
+    def forward(self, x):
+        return self.body(x) if x.sum() > 0 else self.body(-x)
+
+
+def test_a_model_that_looks_at_values_runs_layer_by_layer(images):
+    detector = Detector(_Choosy(), scorer="average").calibrate(images[:50])
+    runners = make_runners(detector, images[:1], 2)
+    assert [runner._observer for runner in runners] == [None, None]
+    for x in (images[:3], -images[:3]):
+        assert torch.equal(runners[1](x, alone=False).decision.score, detector.score(x))
 
 
 class _Layout(nn.Module):

@@ -17,6 +17,7 @@ from neuralmean.detector import Detector
 from neuralmean.discrepancy import vector_layers
 from neuralmean.errors import NotFittedError
 from neuralmean.fitting import contributions_of, score_rows
+from neuralmean.observer import Observer
 from neuralmean.scorers import Observation
 
 
@@ -42,13 +43,22 @@ class Pass:
         return arrays
 
 
-def run_pass(detector: Detector, inputs: Tensor, explain: Tensor | None = None) -> Pass:
-    """Run the model once on `inputs`; `explain` is the rows (indices) whose score is to be explained."""
+def run_pass(
+    detector: Detector, inputs: Tensor, explain: Tensor | None = None, *, observer: Observer | None = None
+) -> Pass:
+    """Run the model once on `inputs`.
+
+    Args:
+        detector: What decides.
+        inputs: Shape (N, ...).
+        explain: The rows (indices) whose score is to be explained.
+        observer: What runs the model, in place of the detector's own.
+    """
     if detector.calibration is None:
         raise NotFittedError("Expected a detector with a threshold to serve. Call `fit` or `calibrate` first.")
     with torch.no_grad():
         detector._watch.check()
-        output, rows = detector._observer.observe(to_batch(inputs))
+        output, rows = (observer or detector._observer).observe(to_batch(inputs))
         observation = detector._observation(rows)
         decision = detector._decide(score_rows(detector.scorer, observation), detector.calibration)
         explanation = None

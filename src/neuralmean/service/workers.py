@@ -1,7 +1,8 @@
 """How passes share the cores: how many run at a time, with how many threads of torch, and on which copy of the model.
 
 Several passes of one thread each do more than one pass of many threads: nothing waits at a barrier, which costs most where
-others use the cores too. A pass that runs alone gets all threads, if that makes it faster. No batching and no HTTP in here.
+others use the cores too. A pass that runs alone gets all threads, if that makes it faster. Where the model is a fixed graph it
+is run as one, without Python between the layers. No batching and no HTTP in here.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from neuralmean.detector import Detector
 from neuralmean.layers import unwrap
+from neuralmean.observer import Observer
 from neuralmean.running import device_of, is_compiled, shared_copy
 from neuralmean.saving import from_artefact, to_artefact
 from neuralmean.service.passes import Pass, run_pass
+from neuralmean.traced import trace
 
 log = logging.getLogger("neuralmean.service")
 
@@ -31,7 +34,7 @@ WORTH_IT = 1.1
 """How many times faster all threads must be than one: what they gain on an idle machine they lose on a busy one."""
 
 CHANNELS_LAST_FROM = 8
-"""Rows from which on the other layout pays; below, an input gets the very bits that a direct call gives."""
+"""Rows from which on the other layout pays; below, an input is laid out as in a direct call."""
 
 T = TypeVar("T")
 
@@ -50,11 +53,13 @@ class Runner:
     Args:
         detector: The worker's own.
         threads: How many threads a pass uses.
+        observer: What runs the model, in place of the detector's own.
     """
 
-    def __init__(self, detector: Detector, threads: Threads) -> None:
+    def __init__(self, detector: Detector, threads: Threads, observer: Observer | None = None) -> None:
         self._detector = detector
         self._threads = threads
+        self._observer = observer
         self._channels_last = prefers_channels_last(detector.model)
 
     def __call__(self, inputs: Tensor, explain: Tensor | None = None, *, alone: bool) -> Pass:
@@ -62,7 +67,7 @@ class Runner:
         _use_threads(self._threads.alone if alone else self._threads.together)
         if self._channels_last and inputs.dim() == 4 and len(inputs) >= CHANNELS_LAST_FROM:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return run_pass(self._detector, inputs, explain)
+        return run_pass(self._detector, inputs, explain, observer=self._observer)
 
 
 def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> list[Runner]:
@@ -70,7 +75,7 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
 
     Args:
         detector: What is served; the first worker's own, the others have twins.
-        example: One input, to find out how many threads are best for it; None takes all.
+        example: One input, to make a graph of the model and to find out how many threads are best; None does neither.
         n_threads: How many threads there are.
     """
     n_workers = min(n_threads, MOST_WORKERS)
@@ -82,11 +87,15 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     except Exception as error:  # noqa: BLE001 - whatever a model or scorer raises that cannot be copied
         log.info("Passes run one at a time, as the model cannot be copied: %s", error)
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
+    graph = None if example is None else trace(detector._observer, example)
     if example is not None and threads.together < n_threads:
-        threads = Threads(_best_threads(detector, example, threads), threads.together)
+        threads = Threads(_best_threads(detector, example, threads, graph), threads.together)
     # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
     apart = Threads(threads.together, threads.together)
-    return [Runner(own, apart if number else threads) for number, own in enumerate(detectors)]
+    return [
+        Runner(own, apart if number else threads, None if graph is None else graph.around(own._observer))
+        for number, own in enumerate(detectors)
+    ]
 
 
 def twin(detector: Detector) -> Detector:
@@ -115,14 +124,15 @@ def on_own_thread(function: Callable[[], T]) -> T:
         return executor.submit(function).result()
 
 
-def _best_threads(detector: Detector, example: Tensor, threads: Threads) -> int:
-    few = _seconds(Runner(detector, Threads(threads.together, threads.together)), example)
-    many = _seconds(Runner(detector, threads), example)
+def _best_threads(detector: Detector, example: Tensor, threads: Threads, graph: Observer | None) -> int:
+    few = _seconds(Runner(detector, Threads(threads.together, threads.together), graph), example)
+    many = _seconds(Runner(detector, threads, graph), example)
     return threads.alone if few > WORTH_IT * many else threads.together
 
 
 def _seconds(run: Runner, example: Tensor) -> float:
     times: list[float] = []
+    run(example, alone=True)  # a graph is made ready by its first passes
     for _ in range(N_TIMED):
         begin = time.perf_counter()
         run(example, alone=True)

@@ -1,0 +1,137 @@
+"""A model runs as a graph only where that gives the model's own numbers, and goes its own way elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from neuralmean.data import to_batch
+from neuralmean.errors import InputError
+from neuralmean.layers import select_layers
+from neuralmean.observer import FIND_HEAD, Observer
+from neuralmean.traced import trace
+from tests.conftest import TinyNet, count_hooks
+
+SHAPE = (3, 16, 16)
+
+
+def observer_of(model, *, variance=False, head=FIND_HEAD):
+    return Observer(model.eval(), select_layers(model), variance=variance, head=head)
+
+
+def images(count, seed=5):
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("variance", [False, True])
+@pytest.mark.parametrize("head", [None, FIND_HEAD])
+def test_a_graph_gives_the_rows_and_the_output_of_the_model(model, variance, head):
+    observer = observer_of(model, variance=variance, head=head)
+    traced = trace(observer, images(1))
+    assert traced is not None
+    for count in (1, 4, 9):
+        x = images(count)
+        with torch.no_grad():
+            output, rows = observer.observe(to_batch(x))
+            own_output, own_rows = traced.observe(to_batch(x))
+        torch.testing.assert_close(own_output, output)
+        for name in ("means", "variances", "output", "feature"):
+            expected = getattr(rows, name)
+            if expected is None:
+                assert getattr(own_rows, name) is None
+            else:
+                torch.testing.assert_close(getattr(own_rows, name), expected)
+
+
+def test_the_graph_is_really_run(model):
+    traced = trace(observer_of(model), images(1))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        traced.observe(to_batch(images(2)))
+        assert calls == []
+        traced.observe(to_batch(torch.randn(2, 3, 20, 20)))  # another shape: the model itself
+    assert calls == [1]
+
+
+def test_tracing_leaves_the_model_as_it_was(model):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    hooks = count_hooks(model)
+    observer = Observer(model, select_layers(model), variance=False, head=None)
+    assert trace(observer, images(1)) is not None
+    assert count_hooks(model) == hooks
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class ByValue(TinyNet):
+    def forward(self, x):
+        return super().forward(-x) if x.mean() > 0 else super().forward(x)
+
+
+class BySize(TinyNet):
+    def forward(self, x):
+        return super().forward(x) if len(x) == 3 else super().forward(x) + 1
+
+
+class Random(TinyNet):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(())
+
+
+class Twice(TinyNet):
+    def forward(self, x):
+        return super().forward(x) + super().forward(x.flip(-1))
+
+
+class NoTensor(TinyNet):
+    def forward(self, x):
+        return [int(number) for number in super().forward(x).argmax(1)]
+
+
+@pytest.mark.parametrize("kind", [ByValue, BySize, Random, Twice, NoTensor])
+def test_a_model_that_is_no_fixed_graph_is_not_made_one(kind):
+    assert trace(observer_of(kind(), head=None), images(1)) is None
+
+
+def test_a_model_that_fails_on_the_example_is_left_alone(model):
+    assert trace(observer_of(model), torch.zeros(1, 7)) is None
+
+
+def test_inputs_with_nan_are_refused_as_ever(model):
+    traced = trace(observer_of(model), images(1))
+    x = images(3)
+    x[1] = torch.nan
+    with torch.no_grad(), pytest.raises(InputError, match=r"1 of 3 inputs in `x` \(rows \[1\]\)"):
+        traced.observe(to_batch(x))
+
+
+def test_gradients_are_had_from_the_model(model):
+    traced = trace(observer_of(model), images(1))
+    output, _ = traced.observe(to_batch(images(2)))
+    assert output.requires_grad
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = x + norm(x)
+        return {"logits": self.head(x.mean(1))}
+
+
+def test_a_transformer_with_a_dict_output_is_a_graph_too():
+    torch.manual_seed(0)
+    observer = observer_of(Tokens())
+    x = torch.randn(4, 5, 6)
+    traced = trace(observer, x[:1])
+    with torch.no_grad():
+        (expected, rows), (output, own) = observer.observe(to_batch(x)), traced.observe(to_batch(x))
+    torch.testing.assert_close(output, expected["logits"])
+    torch.testing.assert_close(own.means, rows.means)
