@@ -24,7 +24,12 @@ def evaluating(core: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
             training = [module for module in modules if module.training]
             for module in training:
                 module.training = False
-        _eval_users[core] = (users + 1, training)
+        nothing_to_do = users == 0 and not training
+        if not nothing_to_do:
+            _eval_users[core] = (users + 1, training)
+    if nothing_to_do:
+        yield
+        return
     try:
         yield
     finally:
