@@ -68,8 +68,9 @@ def _methods(model: Any, fit_x: Tensor, fit_y: Tensor) -> Iterator[tuple[str, Sc
     for scorer in ("average", "typicality"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CalibrationWarning)
-            detector = Detector(model, scorer=scorer).fit(fit_x)
+            detector, frozen = (Detector(model, scorer=scorer).fit(fit_x) for _ in range(2))
         yield f"neuralmean {scorer}", partial(_answer, detector)
+        yield f"neuralmean {scorer}, frozen", partial(_answer, frozen.freeze(fit_x[:1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from pytorch_ood import detector as peers

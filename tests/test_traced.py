@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from neuralmean import Detector
 from neuralmean.data import to_batch
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.layers import select_layers
 from neuralmean.observer import FIND_HEAD, Observer
 from neuralmean.traced import trace
@@ -29,7 +30,6 @@ def images(count, seed=5):
 def test_a_graph_gives_the_rows_and_the_output_of_the_model(model, variance, head):
     observer = observer_of(model, variance=variance, head=head)
     traced = trace(observer, images(1))
-    assert traced is not None
     for count in (1, 4, 9):
         x = images(count)
         with torch.no_grad():
@@ -60,7 +60,7 @@ def test_tracing_leaves_the_model_as_it_was(model):
     model.train()
     hooks = count_hooks(model)
     observer = Observer(model, select_layers(model), variance=False, head=None)
-    assert trace(observer, images(1)) is not None
+    trace(observer, images(1))
     assert count_hooks(model) == hooks
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -91,13 +91,59 @@ class NoTensor(TinyNet):
         return [int(number) for number in super().forward(x).argmax(1)]
 
 
-@pytest.mark.parametrize("kind", [ByValue, BySize, Random, Twice, NoTensor])
-def test_a_model_that_is_no_fixed_graph_is_not_made_one(kind):
-    assert trace(observer_of(kind(), head=None), images(1)) is None
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ByValue, "Converting a tensor to a Python boolean"),
+        (BySize, "Using len to get tensor shape"),
+        (Random, "the graph does not give the model's numbers"),
+        (Twice, "a layer runs never or more than once"),
+        (NoTensor, "Iterating over a tensor|its output holds no tensor"),
+    ],
+)
+def test_a_model_that_is_no_fixed_graph_is_not_made_one(kind, reason):
+    with pytest.raises(
+        InputError, match=f"^Expected {kind.__name__} to be a fixed graph of its input, but.*({reason})"
+    ):
+        trace(observer_of(kind(), head=None), images(1))
 
 
 def test_a_model_that_fails_on_the_example_is_left_alone(model):
-    assert trace(observer_of(model), torch.zeros(1, 7)) is None
+    with pytest.raises(InputError, match="to be a fixed graph"):
+        trace(observer_of(model), torch.zeros(1, 7))
+
+
+@pytest.mark.parametrize("scorer", ["average", "typicality"])
+def test_a_frozen_detector_says_what_it_said_before(model, scorer):
+    x = images(40)
+    detector = Detector(model, scorer=scorer).fit(x, held_out=images(40, seed=6))
+    (output, decision), vectors = detector(x), detector.discrepancy(x)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    assert detector.freeze(x[:1]) is detector
+    calls.clear()
+    frozen_output, frozen = detector(x)
+    torch.testing.assert_close(frozen_output, output)
+    torch.testing.assert_close(frozen.score, decision.score, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(detector.discrepancy(x), vectors)
+    assert calls == []
+    detector.fit(x, held_out=images(40, seed=6))
+    assert calls
+
+
+def test_a_frozen_detector_still_notices_that_the_weights_have_changed(model):
+    detector = Detector(model, scorer="average").calibrate(images(40)).freeze(images(1))
+    with torch.no_grad():
+        model.fc.weight.add_(1)
+    with pytest.raises(ModelMismatchError):
+        detector(images(2))
+
+
+def test_only_a_model_with_a_tensor_as_output_is_frozen():
+    x = torch.randn(20, 5, 6)
+    detector = Detector(Tokens(), scorer="average").fit(x, held_out=torch.randn(20, 5, 6))
+    with pytest.raises(InputError, match="whose output is a tensor to freeze, but got dict"):
+        detector.freeze(x)
 
 
 def test_inputs_with_nan_are_refused_as_ever(model):
@@ -110,7 +156,7 @@ def test_inputs_with_nan_are_refused_as_ever(model):
 
 def test_gradients_are_had_from_the_model(model):
     traced = trace(observer_of(model), images(1))
-    output, _ = traced.observe(to_batch(images(2)))
+    output, _ = traced.observe(to_batch(images(2).requires_grad_()))
     assert output.requires_grad
 
 

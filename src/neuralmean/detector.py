@@ -33,6 +33,7 @@ from neuralmean.progress import track
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact, to_artefact
 from neuralmean.scorers import Observation, Scorer
+from neuralmean.traced import trace
 
 
 class Detector:
@@ -273,6 +274,27 @@ class Detector:
             terms=terms,
             exact=exact,
         )
+
+    def freeze(self, x: Any) -> Self:
+        """Run the model as one graph from now on, without Python between its layers: faster, most of all for single inputs.
+
+        Holds for inputs of the shape of `x` on the CPU; others go through the model as ever. The graph is used only if it
+        gives the model's own numbers, and until the next `fit`. Its output carries no gradients to the weights.
+
+        Args:
+            x: Inputs of the usual shape, (N, ...).
+
+        Raises:
+            InputError: The model is no fixed graph: what it does depends on values, or its output is no tensor.
+        """
+        self._watch.check()
+        batch = to_batch(x)
+        with torch.no_grad():
+            output = self._observer.observe(batch)[0]
+        if not isinstance(output, Tensor):
+            raise InputError(f"Expected a model whose output is a tensor to freeze, but got {type(output).__name__}.")
+        self._observer = trace(self._observer, batch.first)
+        return self
 
     def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
         """Write the fitted detector to one file, whole or not at all; the model is not in it.

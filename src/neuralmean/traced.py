@@ -7,7 +7,6 @@ raised no doubt (nothing depends on the values or shapes of a tensor) and if the
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Any
 
@@ -16,15 +15,13 @@ from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from neuralmean.channels import main_tensor
-from neuralmean.data import Batch, check_input
+from neuralmean.data import Batch
 from neuralmean.errors import InputError
 from neuralmean.layers import unwrap
 from neuralmean.observer import Observer, Rows
 from neuralmean.recorder import RecordingModule
 from neuralmean.recording import Exits
 from neuralmean.running import device_of, is_compiled
-
-log = logging.getLogger("neuralmean")
 
 _SIZES = (3, 2, 5)  # of the batches: one to trace with, two to compare with
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
@@ -52,40 +49,52 @@ class TracedObserver(Observer):
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
         x = batch.first
         fits = x.dtype is torch.float32 and x.shape[1:] == self._shape and x.device.type == "cpu"
-        if not fits or exits is not None or batch.kwargs or torch.is_grad_enabled():
+        if not fits or exits is not None or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
-        check_input(batch, name)
-        output, rows = _read(self._graph(x))
+        with torch.no_grad():
+            output, rows = _read(self._graph(x))
         self._check_finite(rows.means, name)
         return output, rows
 
 
-def trace(observer: Observer, example: Tensor) -> TracedObserver | None:
-    """Return an observer that runs the model as a graph; None where the model cannot be one, or not safely.
+def trace(observer: Observer, example: Tensor) -> TracedObserver:
+    """Return an observer that runs the model as a graph.
 
     Args:
         observer: The observer of the model.
-        example: One input, shape (1, ...); only its shape counts.
+        example: Inputs, shape (N, ...); only the shape of one counts.
+
+    Raises:
+        InputError: The model cannot be a graph, or not safely.
     """
-    model = observer.recorder.model
-    if is_compiled(model) or device_of(unwrap(model)).type != "cpu" or example.dtype is not torch.float32:
-        return None
+    core = unwrap(observer.recorder.model)
+    wanted = f"Expected {type(core).__name__} to be a fixed graph of its input"
+    if is_compiled(observer.recorder.model):
+        raise InputError(f"{wanted}, but it is compiled already.")
+    if device_of(core).type != "cpu" or example.dtype is not torch.float32:
+        raise InputError(f"{wanted}, in float32 on the CPU, but got {example.dtype} for a model on {device_of(core)}.")
     generator = torch.Generator().manual_seed(0)
     first, *others = (torch.randn(size, *example.shape[1:], generator=generator) for size in _SIZES)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad():
             observer.observe(Batch((first,)))  # finds the head
-            module = _Graph(observer)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("error", TracerWarning)  # something depends on a value or a shape
-            graph = torch.jit.freeze(torch.jit.trace(module, (first,), check_trace=False))  # type: ignore[no-untyped-call]
-            traced = TracedObserver(observer, graph, example.shape[1:])
+            traced = TracedObserver(observer, _make_graph(observer, first), example.shape[1:])
             for x in others:
                 _compare(observer.observe(Batch((x,))), traced.observe(Batch((x,))))
-    except Exception as error:  # noqa: BLE001 - whatever a model or torch has against it
-        log.info("The model runs layer by layer, as it is no fixed graph: %s", str(error).splitlines()[:1])
-        return None
+    except Exception as error:  # whatever a model or torch has against it
+        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
+        raise InputError(f"{wanted}, but it is not: {reason}. It runs layer by layer as it is.") from error
     return traced
+
+
+def _make_graph(observer: Observer, x: Tensor) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = torch.jit.freeze(torch.jit.trace(_Graph(observer), (x,), check_trace=False))  # type: ignore[no-untyped-call]
+    doubts = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
+    if doubts:  # something depends on a value or a shape
+        raise InputError(doubts[0])
+    return graph
 
 
 class _Graph(nn.Module):
@@ -104,7 +113,7 @@ class _Graph(nn.Module):
         output, (means, variances, calls, feature, logits) = self._module((x,), {}, None)
         main = main_tensor(output)
         if main is None or any(part is None for part in means) or set(calls) != {1}:
-            raise InputError("its output is no tensor, or a layer runs never or more than once")
+            raise InputError("its output holds no tensor, or a layer runs never or more than once")
         nothing = x.new_zeros(0)
         joined = nothing if variances[0] is None else torch.cat(variances, dim=1)
         optional = (nothing if tensor is None else tensor for tensor in (logits, feature))

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.detector import Detector
+from neuralmean.errors import InputError
 from neuralmean.layers import unwrap
 from neuralmean.observer import Observer
 from neuralmean.running import device_of, is_compiled, shared_copy
 from neuralmean.saving import from_artefact, to_artefact
 from neuralmean.service.passes import Pass, run_pass
-from neuralmean.traced import trace
+from neuralmean.traced import TracedObserver, trace
 
 log = logging.getLogger("neuralmean.service")
 
@@ -87,7 +88,7 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     except Exception as error:  # noqa: BLE001 - whatever a model or scorer raises that cannot be copied
         log.info("Passes run one at a time, as the model cannot be copied: %s", error)
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
-    graph = None if example is None else trace(detector._observer, example)
+    graph = None if example is None else _as_graph(detector, example)
     if example is not None and threads.together < n_threads:
         threads = Threads(_best_threads(detector, example, threads, graph), threads.together)
     # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
@@ -96,6 +97,14 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
         Runner(own, apart if number else threads, None if graph is None else graph.around(own._observer))
         for number, own in enumerate(detectors)
     ]
+
+
+def _as_graph(detector: Detector, example: Tensor) -> TracedObserver | None:
+    try:
+        return trace(detector._observer, example)
+    except InputError as error:
+        log.info("%s", error)
+        return None
 
 
 def twin(detector: Detector) -> Detector:
