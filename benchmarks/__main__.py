@@ -97,11 +97,11 @@ def _summary(results: dict[str, Any]) -> str:
                 "ratio": f"{row[key]['ratio']:.3f}",
                 "spread": f"{row[key]['ratio_low']:.3f}-{row[key]['ratio_high']:.3f}",
             }
-            | {"naive ratio": f"{row['naive']['ratio']:.3f}" if "naive" in row else None}
+            | {name: f"{row[name]['ratio']:.3f}" if name in row else None for name in ("naive", "frozen")}
             for row in results.get(part) or []
         ]
         if rows:
-            parts.append(table(rows, ["model", "mode", "batch", "ratio", "spread", "naive ratio"]))
+            parts.append(table(rows, ["model", "mode", "batch", "ratio", "spread", "naive", "frozen"]))
     methods: list[dict[str, Any]] = [
         {"method": row["method"]}
         | {key: f"{value['ratio']:.2f}" for key, value in row.items() if key.startswith("batch")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from benchmarks import subjects
 from benchmarks.timing import interleave
 from neuralmean.data import Batch
+from neuralmean.errors import InputError
 from neuralmean.layers import Layer, select_layers
+from neuralmean.observer import Observer
 from neuralmean.recorder import Recorder
+from neuralmean.traced import trace
 
 MODES = ("eager", "channels-last", "compile")
 
@@ -20,7 +24,7 @@ MODES = ("eager", "channels-last", "compile")
 def run(
     *, names: tuple[str, ...], batches: tuple[int, ...], modes: tuple[str, ...], seconds: float
 ) -> list[dict[str, Any]]:
-    """Return one row for each model, batch and mode: ratios of naive hooks and of the recorder."""
+    """Return one row for each model, batch and mode: ratios of naive hooks, of the recorder and of its graph."""
     rows = []
     for name in names:
         for mode in modes:
@@ -46,6 +50,9 @@ def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
     }
     if mode != "compile":
         candidates["naive"] = lambda: _naive(model, layers, x)
+        with suppress(InputError):  # a model that is no fixed graph
+            frozen = trace(Observer(model, layers, variance=False, head=None), x)
+            candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
     with torch.no_grad():
         timings = interleave(candidates, baseline="plain", seconds=seconds)
     row: dict[str, Any] = {"model": name, "mode": mode, "batch": size, "layers": len(layers)}
@@ -79,10 +86,10 @@ def _naive(model: nn.Module, layers: tuple[Layer, ...], x: Tensor) -> Tensor:
 
 
 def _line(row: dict[str, Any]) -> str:
-    naive = f"naive {row['naive']['ratio']:.3f}, " if "naive" in row else ""
+    others = "".join(f"{key} {row[key]['ratio']:.3f}, " for key in ("naive", "frozen") if key in row)
     plain, ours = row["plain"], row["recorder"]
     spread = f"{ours['ratio_low']:.3f}-{ours['ratio_high']:.3f}"
     return (
         f"{row['model']:12s} {row['mode']:14s} batch {row['batch']:3d}: plain {plain['seconds'] * 1e3:8.2f} ms, "
-        f"{naive}recorder {ours['ratio']:.3f} ({spread})"
+        f"{others}recorder {ours['ratio']:.3f} ({spread})"
     )

@@ -93,7 +93,7 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, 32, 32) to logits (N, num_classes)."""
         tokens = self.patch_embed(x)  # (N, 64, width)
-        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1) + self.pos_embed
+        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], dim=1) + self.pos_embed
         tokens = self.norm(self.blocks(tokens))
         logits: Tensor = self.head(tokens[:, 0])
         return logits
