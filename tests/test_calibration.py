@@ -22,7 +22,8 @@ def test_p_value_and_threshold_agree_also_with_ties(scores, score, rate):
     calibration = Calibration.of(torch.tensor(scores, dtype=torch.float32), rate)
     p_value = calibration.p_value(torch.tensor([float(score)])).item()
     assert p_value == pytest.approx(_reference_p_value(scores, score))
-    assert (score > calibration.threshold) == (p_value <= rate + 1e-9)
+    # p-values are float32, and go in steps of 1 / 61 or more.
+    assert (score > calibration.threshold) == (p_value <= rate + 1e-7)
 
 
 @pytest.mark.parametrize("n", [19, 25, 100, 173])

@@ -148,17 +148,16 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_rows(folders, tmp_pat
     whole = experiments.run(["transfer"], out=tmp_path / "whole.json", **where)
     add, count = Results.add, []
 
-    def stop_at_the_third(self, row):
+    def stop_at_the_second(self, *rows):
         count.append(1)
-        if len(count) == 3:
+        if len(count) == 2:
             raise KeyboardInterrupt
-        add(self, row)
+        add(self, *rows)
 
-    monkeypatch.setattr(Results, "add", stop_at_the_third)
+    monkeypatch.setattr(Results, "add", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         experiments.run(["transfer"], out=tmp_path / "rows.json", cache=tmp_path / "cache", **where)
-    assert len(json.loads((tmp_path / "rows.json").read_text())) == 2
-    count.extend([1] * 5)
+    assert 0 < len(json.loads((tmp_path / "rows.json").read_text())) < len(whole)
     rest = experiments.run(["transfer"], out=tmp_path / "rows.json", cache=tmp_path / "cache", **where)
     figures = ("ood", "method", "auroc", "tnr95", "accuracy", "inputs")
     assert [[row[name] for name in figures] for row in rest] == [[row[name] for name in figures] for row in whole]
