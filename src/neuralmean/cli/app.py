@@ -38,11 +38,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and leave.")
     ] = False,
 ) -> None:
     """Tells you when a PyTorch model is looking at something it was not trained for."""
+    # A server lives for months among requests of all sizes, between which kept blocks would be torn to pieces.
+    if context.invoked_subcommand != "serve":
+        memory.keep_freed()
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
@@ -59,7 +63,6 @@ def load_commands() -> typer.Typer:
 
 def main() -> None:
     """Run the command and leave with its exit code."""
-    memory.keep_freed()
     load_commands()
     warnings.showwarning = _show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):

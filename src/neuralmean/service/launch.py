@@ -65,9 +65,9 @@ def run_server(app: FastAPI, *, host: str, port: int) -> None:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048
     )
-    log.info("Serving %s on %s", app.state.service.name, address(listening))
+    ready = f"Serving {app.state.service.name} on {address(listening)}"
     with _switching(SWITCH_S):
-        _server(config).run(sockets=[listening])
+        _server(config, ready).run(sockets=[listening])
 
 
 @contextmanager
@@ -119,10 +119,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _server(config: Any) -> Any:
+def _server(config: Any, ready: str) -> Any:
     import uvicorn
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Say that the server is there once it answers, and not before."""
+            await super().startup(sockets)
+            if self.started:
+                log.info("%s", ready)
+
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
             """Take SIGTERM and Ctrl+C as wishes to end well; uvicorn's own way raises them again at the end."""
