@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_told(detector):
 def test_an_open_server_without_a_token_is_warned_about(detector, monkeypatch, caplog):
     monkeypatch.setattr(
         "neuralmean.service.launch._server",
-        lambda config: type("S", (), {"run": lambda _, sockets: sockets[0].close()})(),
+        lambda *_: type("S", (), {"run": lambda _, sockets: sockets[0].close()})(),
     )
     caplog.set_level(logging.INFO, "neuralmean.service")
     run_server(create_app(detector, None), host="0.0.0.0", port=0)

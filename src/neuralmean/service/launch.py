@@ -119,14 +119,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _server(config: Any, ready: str) -> Any:
+def _server(config: Any, ready: str | None = None) -> Any:
     import uvicorn
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Say that the server is there once it answers, and not before."""
             await super().startup(sockets)
-            if self.started:
+            if self.started and ready is not None:
                 log.info("%s", ready)
 
         @contextmanager
