@@ -3,7 +3,7 @@
     python benchmarks/paper.py --data DIR --weights DIR --out docs/results.json --markdown docs/results.md --html results.html
 
 Stop it at any moment; the same command goes on. With `--methods quick --jobs 2` it took 54 minutes on two cores from an
-empty cache, and more than 5 from a full one: `latency` fits anew, as it measures that.
+empty cache, and less than 3 from a full one, one of them for `latency`, which fits anew as it measures that.
 """
 
 from __future__ import annotations

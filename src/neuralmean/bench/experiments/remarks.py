@@ -51,8 +51,9 @@ REMARKS: dict[str, str] = {
     ),
     "latency": (
         "The paper's times are from a GTX 1080 Ti; what compares across machines is the ratio to the plain forward pass of "
-        "the same image, taken in turn. On a CPU the pass itself takes longer and small reductions cost more, so that NMD on "
-        "one image costs 1.2 to 1.3 passes, more than KNN and ViM, which read the last layer only. The order of the others is "
+        "the same image, taken in turn. NMD on one image costs 1.1 to 1.2 passes, as in the paper (1.12), less than KNN and a "
+        "little more than ViM, which reads the last layer only. `Detector.freeze`, which runs the same pass as one graph and "
+        "is not measured here, costs less than the plain pass. The order of the others is "
         "the paper's (fine-tuned ones one pass; ODIN and G-ODIN two with a gradient) except at its end: Mahalanobis, with its "
         "perturbed pass for each stage, is slower here than Gram, whose powers of products are one pass. GOOD scores with a "
         "small network of its own. Fine-tuned methods have a small budget and heavy ones are judged by 1,000 images, so that "
