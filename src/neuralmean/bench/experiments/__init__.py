@@ -117,7 +117,7 @@ def run(
         names: Experiments; None for all that data and weights allow.
         data: Folder of the image sets.
         weights: Folder of the weights.
-        out: The results file, written anew after every row.
+        out: The results file, written anew after every fit.
         cache: Folder of features and scores; None puts it beside `out`.
         limit: At most so many images of every set, for a quick look.
         seed: Seed of draws and fits.
