@@ -2,7 +2,7 @@
 
 glibc gives large blocks back to the system as soon as they are freed, and the system clears every page when it hands them
 out again. A network frees and takes such blocks in every layer: on two cores a pass of DenseNet-100 on 64 images spends
-two fifths of its time on that, one of ResNet-56 on 128 images a fifth. This asks glibc to keep them.
+about half of its time on that, one of ResNet-56 on 128 images a seventh. This asks glibc to keep them.
 
 It is a setting of the whole process, so only commands make it; a library has no business with it.
 """
