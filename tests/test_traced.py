@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from neuralmean import Detector
-from neuralmean.data import to_batch
+from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.layers import select_layers
 from neuralmean.observer import FIND_HEAD, Observer
@@ -152,6 +152,19 @@ def test_inputs_with_nan_are_refused_as_ever(model):
     x[1] = torch.nan
     with torch.no_grad(), pytest.raises(InputError, match=r"1 of 3 inputs in `x` \(rows \[1\]\)"):
         traced.observe(to_batch(x))
+
+
+class WithScale(TinyNet):
+    def forward(self, x, scale=1.0):
+        return super().forward(x * scale)
+
+
+def test_a_second_argument_is_not_lost():
+    observer = observer_of(WithScale())
+    traced, x = trace(observer, images(1)), images(2)
+    with torch.no_grad():
+        expected, found = (one.observe(Batch((x, torch.tensor(3.0))))[0] for one in (observer, traced))
+    assert torch.equal(found, expected)
 
 
 def test_gradients_are_had_from_the_model(model):

@@ -49,7 +49,7 @@ class TracedObserver(Observer):
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
         x = batch.first
         fits = x.dtype is torch.float32 and x.shape[1:] == self._shape and x.device.type == "cpu"
-        if not fits or exits is not None or batch.kwargs or x.requires_grad:
+        if not fits or exits is not None or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
         with torch.no_grad():
             output, rows = _read(self._graph(x))
