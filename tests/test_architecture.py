@@ -30,6 +30,7 @@ ROWS = [
         "memory",
     ],
     ["recording", "running", "fingerprint"],
+    ["stand_ins"],
     ["recorder"],
     ["reference"],
     ["discrepancy"],

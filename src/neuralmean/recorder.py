@@ -4,8 +4,7 @@ Each activation is reduced inside the hook and let go. The model leaves every ca
 its training flags are what they were, also when the forward pass raises. Many threads may record on one model: a hook
 only listens to the thread that registered it.
 
-Where a norm layer is torch's own, its `forward` is stood in for instead, for the time of the pass: that is cheaper than a
-hook, and than the layer itself, as `lean` tells. One recorder at a time does so, others have their hooks.
+Where a norm layer is torch's own, its `forward` is stood in for instead, for the time of the pass: see `stand_ins`.
 
 Reductions write their sums into one (N, D) tensor, which is divided once at the end: no allocation, no division and no
 concatenation per layer. Whatever is not plain (another type, a mask, a second call) takes the general way.
@@ -24,16 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor, positions
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
 from neuralmean.layers import Layer, unwrap
-from neuralmean.lean import Forward
-from neuralmean.recording import Exits, Plan, Recording, Seen, Watched
+from neuralmean.recording import Exits, Plan, Recording, Seen
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
+from neuralmean.stand_ins import Pass, StandIns
 
 _NOTHING: Mapping[str, Any] = {}
 _keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
@@ -59,7 +57,7 @@ class Recorder:
         self._core = unwrap(model)
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
-        self._stand_ins = _StandIns(self._plan)
+        self._stand_ins = StandIns(self._plan)
         self._compiled: tuple[RecordingModule, Callable[..., Any]] | None = None
         self._lock = threading.Lock()
 
@@ -172,14 +170,14 @@ class _Sink:
         self,
         plan: Plan,
         batch: Batch | None,
-        stand_ins: _StandIns | None = None,
+        stand_ins: StandIns | None = None,
         *,
         variance: bool,
         head: str | None,
         exits: Exits | None = None,
     ) -> None:
         self.stand_ins = stand_ins
-        self.outer: _Sink | None = None  # of the same thread, where one pass runs inside another
+        self.outer: Pass | None = None  # of the same thread, where one pass runs inside another
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
@@ -223,9 +221,8 @@ class _Sink:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
         plan = self.plan
         # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
-        watched_layers = plan.watched()
         served = self.stand_ins.enter(self) if self.stand_ins is not None and self.slots else frozenset()
-        for index, watched in enumerate(watched_layers):
+        for index, watched in enumerate(plan.watched()):
             if index in served:
                 continue
             module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
@@ -384,65 +381,6 @@ class _Sink:
                 f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has {rows}. "
                 "neuralmean needs the batch as first dimension; leave the layer out of `layers`."
             )
-
-
-class _StandIns:
-    """Stand in for the `forward` of norm layers while passes of one recorder run, in whichever threads."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._lock = threading.Lock()
-        self._sinks: dict[int, _Sink] = {}  # of the passes that run, by thread
-        self._watched: list[Watched] = []
-        self._forwards: dict[int, tuple[dict[str, Any], Callable[..., Any]]] = {}  # by layer, with its attributes
-
-    def enter(self, sink: _Sink) -> frozenset[int]:
-        """Stand in for a pass of this thread, and return the layers where that is possible."""
-        thread, watched = get_ident(), self._plan.watched()
-        with self._lock:
-            if watched is not self._watched:
-                if self._sinks:
-                    return frozenset()  # the model was changed while others run on it
-                self._watched = watched
-                self._forwards = {
-                    index: (one.module.__dict__, self._forward(index, one, one.lean))
-                    for index, one in enumerate(watched)
-                    if one.lean is not None
-                }
-            sink.outer = self._sinks.get(thread)
-            self._sinks[thread] = sink
-            return frozenset(
-                index
-                for index, (attributes, forward) in self._forwards.items()
-                if attributes.setdefault("forward", forward) is forward
-            )
-
-    def leave(self, sink: _Sink) -> None:
-        """End what `enter` began; the last pass to leave takes everything away."""
-        thread = get_ident()
-        with self._lock:
-            if self._sinks.get(thread) is not sink:
-                return
-            if sink.outer is None:
-                del self._sinks[thread]
-            else:
-                self._sinks[thread] = sink.outer
-            if not self._sinks:
-                for attributes, forward in self._forwards.values():
-                    if attributes.get("forward") is forward:
-                        del attributes["forward"]
-
-    def _forward(self, index: int, watched: Watched, lean: Forward) -> Callable[..., Any]:
-        sinks, own, module = self._sinks, type(watched.module).forward, watched.module
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            sink = None if is_compiling() else sinks.get(get_ident())
-            if sink is None:
-                return own(module, *args, **kwargs)
-            x: Any = args[0] if args else next(iter(kwargs.values()), None)
-            return lean(x) if sink.add(index, x) else own(module, *args, **kwargs)
-
-        return forward
 
 
 class RecordingModule(nn.Module):

@@ -24,23 +24,25 @@ def evaluating(core: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
             training = [module for module in modules if module.training]
             for module in training:
                 module.training = False
-        nothing_to_do = users == 0 and not training
-        if not nothing_to_do:
+        changed = users > 0 or bool(training)  # else there is nothing to put back
+        if changed:
             _eval_users[core] = (users + 1, training)
-    if nothing_to_do:
-        yield
-        return
     try:
         yield
     finally:
-        with _eval_lock:
-            users, training = _eval_users[core]
-            if users == 1:
-                del _eval_users[core]
-                for module in training:
-                    module.training = True
-            else:
-                _eval_users[core] = (users - 1, training)
+        if changed:
+            _leave(core)
+
+
+def _leave(core: nn.Module) -> None:
+    with _eval_lock:
+        users, training = _eval_users[core]
+        if users == 1:
+            del _eval_users[core]
+            for module in training:
+                module.training = True
+        else:
+            _eval_users[core] = (users - 1, training)
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
