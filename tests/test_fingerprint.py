@@ -23,8 +23,10 @@ def test_the_same_weights_have_the_same_fingerprint(model):
         lambda m: setattr(m, "fc", nn.Linear(6, 3)),
         lambda m: setattr(m.fc, "bias", nn.Parameter(m.fc.bias.detach() + 1)),
         lambda m: m.load_state_dict({name: value + 1 for name, value in m.state_dict().items()}),
+        lambda m: setattr(m.fc, "bias", None),
+        lambda m: m.fc.register_buffer("further", torch.ones(2)),
     ],
-    ids=["parameter", "buffer", "module", "replaced", "loaded"],
+    ids=["parameter", "buffer", "module", "replaced", "loaded", "removed", "added"],
 )
 def test_a_change_is_noticed(model, change):
     watch = WeightsWatch(model)
@@ -42,3 +44,14 @@ def test_the_same_weights_loaded_again_are_fine(model):
     watch.check()
     model.to(torch.float64).to(torch.float32)
     watch.check()
+
+
+def test_weights_made_in_inference_mode_are_watched_too(model):
+    with torch.inference_mode():
+        made = copy.deepcopy(model)
+    assert made.fc.bias.is_inference()
+    watch = WeightsWatch(made)
+    watch.check()
+    made.fc.bias = nn.Parameter(torch.ones(3))
+    with pytest.raises(ModelMismatchError, match="the model's weights have changed since"):
+        watch.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,8 +61,7 @@ class Calibration:
     @property
     def threshold(self) -> float:
         """The score above which an input is flagged."""
-        rank = math.ceil((len(self.scores) + 1) * (1 - _exact(self.false_alarm_rate)))
-        return self.scores[rank - 1].item()
+        return self.scores[_rank(len(self.scores), self.false_alarm_rate) - 1].item()
 
     def p_value(self, scores: Tensor) -> Tensor:
         """Return the share of held-out scores at least as large, shape (N,): small means unusual.
@@ -75,6 +75,7 @@ class Calibration:
         return (1 + at_least).float() / (len(self.scores) + 1)
 
 
+@lru_cache
 def examples_needed(false_alarm_rate: float) -> int:
     """Return how many held-out examples a false-alarm rate needs at the least.
 
@@ -89,6 +90,12 @@ def check_rate(value: float, name: str = "false_alarm_rate") -> None:
     """Raise unless `value` is a number strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 1.0:
         raise InputError(f"Expected `{name}` to be a number in the (0, 1) range, but got {value!r}.")
+
+
+@lru_cache
+def _rank(count: int, rate: float) -> int:
+    """Return which of `count` sorted scores is the threshold; the first is 1."""
+    return math.ceil((count + 1) * (1 - _exact(rate)))
 
 
 def _exact(rate: float) -> Fraction:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from neuralmean.errors import ModelMismatchError
 from neuralmean.layers import unwrap
+
+_version = operator.attrgetter("_version")
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -36,7 +42,7 @@ class WeightsWatch:
 
     def check(self) -> None:
         """Raise if the weights are not what they were."""
-        if self._state() == self._known:
+        if self._same_tensors() and self._marks() == self._known_marks:
             return
         if fingerprint(self._core) != self.digest:
             raise ModelMismatchError(
@@ -47,16 +53,22 @@ class WeightsWatch:
 
     def _remember(self) -> None:
         modules = list(self._core.modules())
-        self._slots = [(store, key) for m in modules for store in (m._parameters, m._buffers) for key in store]
-        self._children = [(m._modules, key) for m in modules for key in m._modules]
-        self._known = self._state()
+        self._stores: list[dict[str, Any]] = [
+            store for m in modules for store in (m._parameters, m._buffers, m._modules)
+        ]
+        self._held = list(self._values())
+        tensors = [value for value in self._held if isinstance(value, Tensor)]
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]  # the others have no version
+        self._tensors = tensors
+        self._known_marks = self._marks()
 
-    def _state(self) -> list[object]:
-        tensors = [store.get(key) for store, key in self._slots]
-        return [*map(_mark, tensors), *(id(store.get(key)) for store, key in self._children)]
+    # Both run before every forward pass, and so without a line of Python for each tensor.
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._stores))
 
+    def _same_tensors(self) -> bool:
+        found = list(self._values())
+        return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
 
-def _mark(tensor: Tensor | None) -> tuple[int, int] | None:
-    if tensor is None:
-        return None
-    return (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+    def _marks(self) -> list[int]:
+        return [*map(Tensor.data_ptr, self._tensors), *map(_version, self._counted)]
