@@ -119,11 +119,23 @@ def test_what_an_exit_says_is_never_taken_back():
     cascade = fitted()
     rows = torch.randn(400, 12) * 3
     final = cascade.score(rows)
-    so_far = torch.full((400,), -torch.inf)
+    so_far = None
     for index, width in enumerate(cascade.widths):
-        so_far = torch.maximum(so_far, cascade.exit_term(index, rows[:, :width], so_far))
+        so_far = cascade.after_exit(so_far, index, rows[:, :width])
         assert bool((so_far <= final).all())
     assert bool((so_far > 0).any())
+    assert torch.equal(cascade.score_after(so_far, rows), final)
+
+
+def test_a_pass_without_exits_is_scored_all_the_same():
+    cascade, rows = fitted(), torch.randn(50, 12) * 3
+    assert torch.equal(Watch(cascade, torch.zeros(12), 9.0).score(rows), cascade.score(rows))
+
+
+def test_exits_that_see_nothing_leave_the_score_to_the_full_scorer():
+    cascade, rows = fitted(), torch.zeros(3, 12)
+    assert cascade.after_exit(None, 0, rows[:, : cascade.widths[0]]) is None
+    assert torch.equal(cascade.score_after(None, rows), cascade.score(rows))
 
 
 def test_the_bar_is_never_below_the_threshold():

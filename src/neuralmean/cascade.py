@@ -156,22 +156,39 @@ class CascadeScorer(VectorScorer):
     def score(self, vectors: Any) -> Tensor:
         """Score each row, shape (N,); higher = more OOD."""
         self.check_fitted()
-        result = (self.full.score(vectors) - self.zero_[-1]) / self.unit_[-1]
+        result = self._full_term(vectors)
         for index, scores in enumerate(self._exit_scores(_vector(vectors))):
-            result = torch.maximum(result, self._term(index, scores, result))
+            result = self._raise(result, index, scores - self.zero_[index])
         return result
 
-    def exit_term(self, index: int, vectors: Tensor, so_far: Tensor) -> Tensor:
-        """Return the term of exit `index` for the first columns of the vector, (N, D') to (N,); `so_far` where it has none."""
-        return self._term(index, self.exits[index].score(vectors), so_far)
+    def score_after(self, so_far: Tensor | None, vectors: Any) -> Tensor:
+        """Score each row, given what `after_exit` said of it at the last exit."""
+        full = self._full_term(vectors)
+        return full if so_far is None else torch.maximum(full, so_far)
+
+    def after_exit(self, so_far: Tensor | None, index: int, vectors: Tensor) -> Tensor | None:
+        """Return the largest term up to exit `index`, (N,), -inf for a row without one; None as long as no row has one.
+
+        Args:
+            so_far: The same of the exit before.
+            index: Which exit.
+            vectors: The first columns of the vector, (N, D').
+        """
+        excess = self.exits[index].score(vectors) - self.zero_[index]
+        if excess.max().item() <= 0:  # so it is with nearly every in-distribution input
+            return so_far
+        return self._raise(excess.new_full(excess.shape, -torch.inf) if so_far is None else so_far, index, excess)
+
+    def _full_term(self, vectors: Any) -> Tensor:
+        return (self.full.score(vectors) - self.zero_[-1]) / self.unit_[-1]
 
     def _exit_scores(self, vectors: Tensor) -> list[Tensor]:
         pairs = zip(self.exits, self.widths, strict=True)
         return [scorer.score(vectors[:, :width]) for scorer, width in pairs]
 
-    def _term(self, index: int, scores: Tensor, otherwise: Tensor) -> Tensor:
-        excess = scores - self.zero_[index]
-        return torch.where(excess > 0, self.lift_ + excess / self.unit_[index], otherwise)
+    def _raise(self, so_far: Tensor, index: int, excess: Tensor) -> Tensor:
+        term = self.lift_ + excess / self.unit_[index]
+        return torch.where(excess > 0, torch.maximum(so_far, term), so_far)
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt, by name, the stages' names in front."""
@@ -198,7 +215,7 @@ class CascadeScorer(VectorScorer):
 
 
 class Watch:
-    """Follows one forward pass and says when every row is certainly OOD; an `Exits` of the recorder.
+    """Follows one forward pass, says when every row is certainly OOD, and scores the rows; an `Exits` of the recorder.
 
     Args:
         cascade: The fitted cascade.
@@ -208,8 +225,10 @@ class Watch:
 
     def __init__(self, cascade: CascadeScorer, reference_mean: Tensor, bar: float) -> None:
         self._cascade, self._reference_mean, self._bar = cascade, reference_mean, bar
-        self.scores: Tensor | None = None  # (N,) the largest term so far
+        self.scores: Tensor | None = None  # (N,) the largest term so far, where an exit has one
         self.stopped = False
+        self.needs = cascade.needs
+        self._asked = 0  # exits
 
     @property
     def depths(self) -> Sequence[int]:
@@ -220,10 +239,15 @@ class Watch:
         """Whether every row is above the bar, whatever the later layers will show."""
         vectors = means.cpu()
         vectors = vectors - self._reference_mean[: vectors.shape[1]].to(vectors.dtype)
-        so_far = vectors.new_full((vectors.shape[0],), -torch.inf) if self.scores is None else self.scores
-        self.scores = torch.maximum(so_far, self._cascade.exit_term(index, vectors, so_far))
-        self.stopped = bool((self.scores > self._bar).all())
+        self.scores, self._asked = self._cascade.after_exit(self.scores, index, vectors), index + 1
+        self.stopped = self.scores is not None and self.scores.min().item() > self._bar
         return self.stopped
+
+    def score(self, vectors: Any) -> Tensor:
+        """Score each row of the pass, shape (N,): what `CascadeScorer.score` says, without asking the exits again."""
+        if self._asked < len(self.depths):  # a compiled model has no exits
+            return self._cascade.score(vectors)
+        return self._cascade.score_after(self.scores, vectors)
 
 
 def watch_of(detector: Detector) -> Watch | None:

@@ -234,7 +234,7 @@ class Detector:
         output, rows = self._observer.observe(to_batch(x), exits=watch)
         if watch is not None and watch.stopped and watch.scores is not None:
             return None, self._decide(watch.scores, calibration)
-        return output, self._decide(fitting.score_rows(self.scorer, self._observation(rows)), calibration)
+        return output, self._decide(fitting.score_rows(watch or self.scorer, self._observation(rows)), calibration)
 
     def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:
         """Decide on each input of `x`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from neuralmean.calibration import examples_needed
 from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
 from neuralmean.scorers import Observation, Scorer, make_scorer
+from neuralmean.scorers.base import Scores
 
 Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 
@@ -56,12 +57,12 @@ def rotate_every(n_rows: int | None, rate: float) -> int:
     return 1 if n_rows is None else max(1, min(5, n_rows // enough))
 
 
-def needs_of(scorer: Scorer) -> frozenset[str]:
+def needs_of(scorer: Scores) -> frozenset[str]:
     """Return what of "output" and "feature" a scorer needs besides the vector."""
     return frozenset(getattr(scorer, "needs", ()))
 
 
-def view_of(scorer: Scorer, observation: Observation) -> Any:
+def view_of(scorer: Scores, observation: Observation) -> Any:
     """Return what a scorer is called with: the vectors alone, or the observation where it needs more."""
     return observation if needs_of(scorer) else observation.vector
 
@@ -76,7 +77,7 @@ def fit_scorer(scorer: Scorer, inliers: Observation, outliers: Observation | Non
         scorer.fit(view_of(scorer, inliers))  # type: ignore[call-arg]
 
 
-def score_rows(scorer: Scorer, observation: Observation) -> Tensor:
+def score_rows(scorer: Scores, observation: Observation) -> Tensor:
     """Return one score per row, shape (N,), after checking that this is what came."""
     scores = scorer.score(view_of(scorer, observation))
     if not isinstance(scores, Tensor) or scores.shape != (len(observation),):

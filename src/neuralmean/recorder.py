@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, pairwise, zip_longest
@@ -326,11 +327,10 @@ class _Sink:
 
     def _look_at_exits(self, index: int) -> None:
         """Ask the next exit whether to stop, once all of its layers have been seen."""
-        depths = self.exits.depths if self.exits is not None else ()
-        stage = next((stage for stage, depth in enumerate(depths) if index < depth), None)
-        if stage is None or self.exits is None:
+        if self.exits is None or index >= self.exits.depths[-1]:
             return
-        self.waiting[stage] -= 1
+        depths = self.exits.depths
+        self.waiting[bisect_right(depths, index)] -= 1
         while self.next_exit < len(depths) and self.waiting[self.next_exit] == 0:
             if self.exits.should_stop(self.next_exit, self._join(self.parts, self.counts, depths[self.next_exit])):
                 self.stopped_at = self.next_exit

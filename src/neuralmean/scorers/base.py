@@ -45,15 +45,19 @@ class Observation:
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
+class Scores(Protocol):
+    """What has learnt all it needs."""
+
+    def score(self, vectors: Any) -> Tensor:
+        """Score each row, shape (N,); higher = more OOD."""
+
+
 @runtime_checkable
-class Scorer(Protocol):
+class Scorer(Scores, Protocol):
     """The least that a scorer of one's own must have."""
 
     def fit(self, inliers: Any, outliers: Any) -> Any:
         """Learn from in-distribution rows and, where there are any, out-of-distribution rows."""
-
-    def score(self, vectors: Any) -> Tensor:
-        """Score each row, shape (N,); higher = more OOD."""
 
 
 class VectorScorer:
