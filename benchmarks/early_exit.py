@@ -1,10 +1,11 @@
 """Early exit: mean cost of an input, over a plain forward pass, with the ranking and the false alarms that go with it.
 
-Needs NEURALMEAN_DATA and NEURALMEAN_WEIGHTS.
+Needs NEURALMEAN_DATA, and NEURALMEAN_WEIGHTS for trained weights; without these the model only has the shape of a trained one.
 """
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 from benchmarks import subjects
 from benchmarks.timing import interleave
 from neuralmean import Detector
+from neuralmean.calibration import Calibration
 from neuralmean.metrics import evaluate
+
+SPLITS = 20
+RATE = 0.05
 
 
 def run(*, name: str, scorers: tuple[str, ...], n: int, n_timed: int, seconds: float) -> list[dict[str, Any]]:
     """Return one row for each scorer and OOD set; `n` images of each kind, costs from `n_timed` of them, one at a time."""
-    trained = subjects.load_trained(name)
+    trained = subjects.load_or_shape(name)
     if trained is None:
         return []
     sets = {key: subjects.real_images(trained, key, 2 * n) for key in ("cifar10-train", "cifar10-test", "svhn-train")}
@@ -36,10 +41,25 @@ def run(*, name: str, scorers: tuple[str, ...], n: int, n_timed: int, seconds: f
         for kind, x in (("ID", test), ("svhn", None if strange is None else strange[0])):
             if x is not None:
                 rows.append(_measure(name, scorer, kind, (full, early), test, x, n_timed, seconds))
+                if kind == "ID":
+                    rows[-1] |= _false_alarms((full, early), images["cifar10-test"])
                 print(
                     {k: v for k, v in rows[-1].items() if k != "cost"} | {"cost": rows[-1]["cost"]["ratio"]}, flush=True
                 )
     return rows
+
+
+def _false_alarms(detectors: tuple[Detector, Detector], x: Tensor) -> dict[str, Any]:
+    """Return the share of false alarms over splits of ID images in two: one half sets the threshold, the other is flagged."""
+    found = {}
+    for key, detector in zip(("the full detector", "the cascade"), detectors, strict=True):
+        scores, rate = detector.score(x), []
+        for seed in range(SPLITS):
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+            half, other = scores[order].chunk(2)
+            rate.append((other > Calibration.of(half, RATE).threshold).float().mean().item())
+        found[f"false alarms of {key}"] = {"mean": statistics.mean(rate), "low": min(rate), "high": max(rate)}
+    return found
 
 
 def _measure(

@@ -35,6 +35,30 @@ def load_trained(name: str) -> models.TrainedModel | None:
     return models.load(name, path) if folder and path.is_file() else None
 
 
+def load_or_shape(name: str) -> models.TrainedModel | None:
+    """Return the CIFAR-10 model, or one of its shape with random weights, whose norm layers have seen CIFAR-10.
+
+    Costs are those of the trained model, and even random features tell far sets apart. None without NEURALMEAN_DATA.
+    """
+    trained = load_trained(name)
+    if trained is not None:
+        return trained
+    shaped = models.TrainedModel(build(name), name, 10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    seen = real_images(shaped, "cifar10-train", 1000)
+    if seen is None:
+        return None
+    for module in shaped.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all batches
+    with torch.no_grad():
+        shaped.model.train()
+        for batch in seen[0].split(100):
+            shaped.model(batch)
+    shaped.model.eval()
+    return shaped
+
+
 def images(n: int, *, seed: int = 0) -> Tensor:
     """Return noise of the shape of CIFAR images: for timing, what is on them does not matter."""
     return torch.randn(n, *SHAPE, generator=torch.Generator().manual_seed(seed))
