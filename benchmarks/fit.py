@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,18 +20,29 @@ from benchmarks import subjects
 from neuralmean import Detector
 from neuralmean.errors import CalibrationWarning
 
+TURNS = 5
+
 
 def run(*, name: str, sizes: tuple[int, ...], scorer: str = "average") -> list[dict[str, Any]]:
-    """Return one row for each data size; each is measured in a process of its own, as memory never goes down again."""
+    """Return one row for each data size; each fit is measured in a process of its own, as memory never goes down again.
+
+    Small sizes are measured several times, spread over the run: the speed of most machines drifts while the large ones run.
+    """
+    found: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
+    for turn in range(TURNS):
+        for size in sizes:
+            if turn == 0 or size * TURNS <= max(sizes):
+                command = [sys.executable, "-m", "benchmarks.fit", name, str(size), scorer]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found[size].append(json.loads(done.stdout.splitlines()[-1]))
     rows: list[dict[str, Any]] = []
-    for size in sizes:
-        command = [sys.executable, "-m", "benchmarks.fit", name, str(size), scorer]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        rows[-1]["proportional"] = rows[-1]["seconds"] / size / (rows[0]["seconds"] / sizes[0])
+    for size, runs in found.items():
+        seconds = statistics.median(run["seconds"] for run in runs)
+        rows.append(runs[0] | {"seconds": seconds, "runs": len(runs)})
+        rows[-1]["proportional"] = seconds / size / (rows[0]["seconds"] / sizes[0])
         print(
-            f"{name:12s} fit {scorer} on {size:6d} images: {rows[-1]['seconds']:8.2f} s "
-            f"({rows[-1]['proportional']:.2f} of proportional), peak {rows[-1]['peak_mb']:.0f} MB, "
+            f"{name:12s} fit {scorer} on {size:6d} images: {seconds:8.2f} s (median of {len(runs)}, "
+            f"{rows[-1]['proportional']:.2f} of proportional), peak {rows[-1]['peak_mb']:.0f} MB, "
             f"file {rows[-1]['file_bytes'] / 1e6:.2f} MB",
             flush=True,
         )

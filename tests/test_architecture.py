@@ -29,7 +29,7 @@ ROWS = [
         "lean",
         "memory",
     ],
-    ["recording", "running", "fingerprint"],
+    ["recording", "running", "fingerprint", "behind"],
     ["stand_ins"],
     ["recorder"],
     ["reference"],
@@ -40,7 +40,7 @@ ROWS = [
     ["saving"],
     ["detector"],
     ["images", "weights", "monitor_state"],
-    ["monitor", "modelspec", "graph", "inspection"],
+    ["monitor", "modelspec", "graph", "inspection", "pooling"],
     ["opening", "scoring", "export"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -50,7 +50,11 @@ class DetectorGraph(nn.Module):
         self.needs = needs_of(detector.scorer)
         self.scorer = copy.deepcopy(detector.scorer)
         self.recording = RecordingModule(
-            unwrap(detector.model), detector._layers, variance=self.statistic != "mean", head=detector.head
+            unwrap(detector.model),
+            detector._layers,
+            variance=self.statistic != "mean",
+            head=detector.head,
+            behind=True,
         )
         self.register_buffer("reference_mean", detector.reference.mean.float())
         if self.statistic != "mean" and detector.reference.std is not None:

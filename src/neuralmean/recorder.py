@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, pairwise, zip_longest
 from threading import get_ident
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from neuralmean.behind import read_behind
 from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor, positions
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
@@ -387,12 +389,31 @@ class RecordingModule(nn.Module):
     """A copy of a model that shares its tensors and says what it recorded: for compilers and exporters.
 
     The hooks are on the copy, and stay there. One thread at a time.
+
+    Args:
+        core: The model.
+        layers: The layers to watch.
+        variance: Whether to record variances too.
+        head: Name of the layer that gives the logits, where those are wanted.
+        behind: Whether to read batch norms behind them, so that they can be folded; means come out of `undo` then.
     """
 
-    def __init__(self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None) -> None:
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(
+        self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None, behind: bool = False
+    ) -> None:
         super().__init__()
         self.model = shared_copy(core).eval()
-        plan = Plan(self.model, layers)
+        self._layers = tuple(layers)
+        found = read_behind(core, layers) if behind and not variance else None
+        self._is_behind = found is not None
+        if found is not None:
+            device = device_of(core)
+            self.register_buffer("factor", found.factor.to(device), persistent=False)
+            self.register_buffer("offset", found.offset.to(device), persistent=False)
+        plan = Plan(self.model, layers if found is None else found.layers)
         plan.by_keyword = frozenset(range(len(layers)))
         self._sink = _Sink(plan, None, variance=variance, head=head)
         self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
@@ -408,10 +429,15 @@ class RecordingModule(nn.Module):
         sink.clear()
         return output, recorded
 
+    def undo(self, means: Tensor) -> Tensor:
+        """Return the means of the watched layers, (N, D), given those that were recorded, side by side."""
+        return means * self.factor + self.offset if self._is_behind else means
+
     def to_recording(self, output: Any, recorded: Any, size: int) -> Recording:
         """Turn what `forward` returned into a recording."""
         sink = copy.copy(self._sink)
         sink.size = size
         sink.parts, sink.variances, sink.calls = (list(part) for part in recorded[:3])
         sink.counts, (sink.feature, sink.logits) = sink.calls, recorded[3:]
-        return sink.finish(output)
+        recording = sink.finish(output)
+        return replace(recording, layers=self._layers, mean=self.undo(recording.mean))

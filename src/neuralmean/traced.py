@@ -104,7 +104,7 @@ class _Graph(nn.Module):
         super().__init__()
         recorder = observer.recorder
         self._module = RecordingModule(
-            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head
+            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head, behind=True
         )
         self.eval()
 
@@ -117,7 +117,7 @@ class _Graph(nn.Module):
         nothing = x.new_zeros(0)
         joined = nothing if variances[0] is None else torch.cat(variances, dim=1)
         optional = (nothing if tensor is None else tensor for tensor in (logits, feature))
-        return (main, torch.cat(means, dim=1), joined, *optional)
+        return (main, self._module.undo(torch.cat(means, dim=1)), joined, *optional)
 
 
 def _read(parts: tuple[Tensor, ...]) -> tuple[Tensor, Rows]:
