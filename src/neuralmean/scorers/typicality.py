@@ -111,7 +111,7 @@ class TypicalityScorer(VectorScorer):
         root = len(vectors) ** 0.5
         terms = self._terms(vectors).mean(dim=0)
         scaled = (terms - self.term_mean_) * root
-        residual = self._residual(vectors).mean(dim=0) * root
+        residual = self._residual(self._standardised(vectors), vectors).mean(dim=0) * root
         scaled[0] = (residual.abs() * self.weight_).sum() - self.term_mean_[0]
         total: Tensor = (scaled / self.term_std_).sum()
         return total
@@ -119,8 +119,9 @@ class TypicalityScorer(VectorScorer):
     def contributions(self, vectors: Any) -> Tensor:
         """Share of each channel in *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
-        inner = self._residual(vectors).abs() * self.weight_ / self.term_std_[0]
-        inner = inner + self._angle.by_column(self._distinct(vectors)) / self.term_std_[1]
+        standard = self._standardised(vectors)
+        inner = self._residual(standard, vectors).abs() * self.weight_ / self.term_std_[0]
+        inner = inner + self._angle.by_column(standard) / self.term_std_[1]
         shares = torch.zeros_like(vectors.vector)
         shares[:, self.keep_.long()] = inner
         return shares
@@ -129,7 +130,7 @@ class TypicalityScorer(VectorScorer):
         """Return what does not belong to a channel: *feature*, *reach*, *energy* and the constant, (N,) each."""
         values = self._terms(vectors) / self.term_std_
         constant = -(self.term_mean_ / self.term_std_).sum().expand(len(values))
-        rest = values[:, 1] - self._angle.by_column(self._distinct(vectors)).sum(dim=1) / self.term_std_[1]
+        rest = values[:, 1] - self._angle.by_column(self._standardised(vectors)).sum(dim=1) / self.term_std_[1]
         named = {name: values[:, index] for index, name in enumerate(TERMS) if index >= 2}
         return {**named, "constant": constant + rest}
 
@@ -204,39 +205,45 @@ class TypicalityScorer(VectorScorer):
     def _keep_angle(
         self, name: str, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
     ) -> None:
-        angle = _Angle.of(rows, classes, n_classes, centre, scale, self.seed)
+        angle = _Angle.of((rows - centre) / scale, classes, n_classes, self.seed)
         for part in ("offset", "whiten", "target"):
             # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
             setattr(self, f"{name}_{part}_", getattr(angle, part).contiguous())
 
     @cached_property
     def _angle(self) -> _Angle:
-        return self._make_angle("angle", self.centre_, self.within_)
+        return self._make_angle("angle", len(self.centre_))
 
     @cached_property
     def _feature(self) -> _Angle:
-        return self._make_angle("feature", self.feature_centre_, self.feature_scale_)
+        return self._make_angle("feature", len(self.feature_centre_))
 
-    def _make_angle(self, name: str, centre: Tensor, scale: Tensor) -> _Angle:
+    def _make_angle(self, name: str, width: int) -> _Angle:
         parts = [getattr(self, f"{name}_{part}_") for part in ("offset", "whiten", "target")]
-        return _Angle(*_hash_columns(len(centre), self.seed), centre, scale, *parts)
+        return _Angle(*_hash_columns(width, self.seed), *parts)
 
     def _distinct(self, observation: Observation) -> Tensor:
         return observation.vector[:, self.keep_.long()]
 
-    def _residual(self, observation: Observation) -> Tensor:
-        """Distance from the expected channel means in units of the within-class deviation, (N, D')."""
-        residual = (self._distinct(observation) - self.centre_) / self.within_
+    def _standardised(self, observation: Observation) -> Tensor:
+        """Distance from the usual channel means in units of the within-class deviation, (N, D')."""
+        standard: Tensor = (self._distinct(observation) - self.centre_) / self.within_
+        return standard
+
+    def _residual(self, standard: Tensor, observation: Observation) -> Tensor:
+        """The same from the channel means of the input's class, (N, D')."""
         membership = self._membership(observation)
-        return residual if membership is None else residual - membership @ self.left_ @ self.right_
+        return standard if membership is None else standard - membership @ self.left_ @ self.right_
 
     def _terms(self, observation: Observation) -> Tensor:
         """Return the five terms of each input, (N, 5); one that the model has no signal for is 0."""
-        far = self._residual(observation).abs() @ self.weight_
-        angle, length = self._angle.with_length(self._distinct(observation))
+        standard = self._standardised(observation)
+        far = self._residual(standard, observation).abs() @ self.weight_
+        angle, length = self._angle.with_length(standard)
         feature = energy = reach = torch.zeros_like(far)
         if observation.feature is not None and len(self.feature_keep_):
-            feature = self._feature.with_length(observation.feature[:, self.feature_keep_.long()])[0]
+            kept = observation.feature[:, self.feature_keep_.long()]
+            feature = self._feature.with_length((kept - self.feature_centre_) / self.feature_scale_)[0]
         if observation.output is not None and len(self.left_) > 1 and not len(self.clusters_):
             energy = -observation.output.logsumexp(dim=1)
             reach = energy / length.clamp_min(1e-12)
@@ -247,23 +254,21 @@ class TypicalityScorer(VectorScorer):
 class _Angle:
     """Whitened angle between a row and its nearest class mean; without classes, the whitened distance from the mean.
 
-    Rows are hashed with random signs into at most 512 buckets (a count sketch, which keeps inner products in
-    expectation), centred and whitened by the Ledoit-Wolf covariance within classes.
+    Standardised rows are hashed with random signs into at most 512 buckets (a count sketch, which keeps inner products
+    in expectation), centred and whitened by the Ledoit-Wolf covariance within classes.
     """
 
     bucket: Tensor  # (D,) int64
     sign: Tensor  # (D,)
-    centre: Tensor  # (D,)
-    scale: Tensor  # (D,)
     offset: Tensor  # (P,)
     whiten: Tensor  # (P, P)
     target: Tensor  # (K, P), of length 1; no rows without classes
 
     @classmethod
-    def of(cls, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor, seed: int) -> _Angle:
+    def of(cls, rows: Tensor, classes: Tensor, n_classes: int, seed: int) -> _Angle:
         """Learn from rows (N, D) in float64."""
         bucket, sign = _hash_columns(rows.shape[1], seed)
-        sketch = sketch_columns((rows - centre) / scale, bucket, sign)
+        sketch = sketch_columns(rows, bucket, sign)
         means, counts = class_means(sketch, classes, n_classes)
         covariance = ledoit_wolf(sketch - means[classes])
         jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
@@ -271,8 +276,7 @@ class _Angle:
         offset = sketch.mean(dim=0)
         target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
         target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        parts = (centre, scale, offset, whiten, target)
-        return cls(bucket, sign, *(part.float() for part in parts))
+        return cls(bucket, sign, offset.float(), whiten.float(), target.float())
 
     def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the term of each row and the whitened length of the row, (N,) each."""
@@ -288,14 +292,12 @@ class _Angle:
         length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
         direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
         along = direction / length @ self.whiten.T
-        shares: Tensor = (rows - self.centre) / self.scale * self.sign * along[:, self.bucket]
+        shares: Tensor = rows * self.sign * along[:, self.bucket]
         return shares
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        standard = (rows - self.centre) / self.scale
-        whitened: Tensor = (
-            sketch_columns(standard, self.bucket, self.sign, len(self.offset)) - self.offset
-        ) @ self.whiten
+        sketch = sketch_columns(rows, self.bucket, self.sign, len(self.offset))
+        whitened: Tensor = (sketch - self.offset) @ self.whiten
         return whitened
 
 
