@@ -174,9 +174,10 @@ class CascadeScorer(VectorScorer):
             index: Which exit.
             vectors: The first columns of the vector, (N, D').
         """
-        excess = self.exits[index].score(vectors) - self.zero_[index]
-        if excess.max().item() <= 0:  # so it is with nearly every in-distribution input
+        scores = self.exits[index].score(vectors)
+        if scores.max().item() <= self.zero_[index].item():  # so it is with nearly every in-distribution input
             return so_far
+        excess = scores - self.zero_[index]
         return self._raise(excess.new_full(excess.shape, -torch.inf) if so_far is None else so_far, index, excess)
 
     def _full_term(self, vectors: Any) -> Tensor:
@@ -224,7 +225,7 @@ class Watch:
     """
 
     def __init__(self, cascade: CascadeScorer, reference_mean: Tensor, bar: float) -> None:
-        self._cascade, self._reference_mean, self._bar = cascade, reference_mean, bar
+        self._cascade, self._reference_mean, self._bar = cascade, reference_mean.float(), bar
         self.scores: Tensor | None = None  # (N,) the largest term so far, where an exit has one
         self.stopped = False
         self.needs = cascade.needs
@@ -237,8 +238,7 @@ class Watch:
 
     def should_stop(self, index: int, means: Tensor) -> bool:
         """Whether every row is above the bar, whatever the later layers will show."""
-        vectors = means.cpu()
-        vectors = vectors - self._reference_mean[: vectors.shape[1]].to(vectors.dtype)
+        vectors = means.cpu() - self._reference_mean[: means.shape[1]]
         self.scores, self._asked = self._cascade.after_exit(self.scores, index, vectors), index + 1
         self.stopped = self.scores is not None and self.scores.min().item() > self._bar
         return self.stopped

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, pairwise, zip_longest
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -192,9 +192,8 @@ class _Sink:
             device = batch.first.device
             self.buffer, self.slots = plan.take_buffer(self.size, device)
             self.seen = plan.seen(self.size, device)
-        if exits is not None:
-            depths = [0, *exits.depths]
-            self.next_exit, self.waiting = 0, [end - start for start, end in pairwise(depths)]
+        self.depths = () if exits is None else tuple(exits.depths)
+        self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -295,7 +294,7 @@ class _Sink:
                 plain = activation.detach() if activation.requires_grad else activation
                 self.parts[index] = torch.sum(plain, seen.dims, out=self.slots[index])
                 self.counts[index], self.calls[index] = seen.count, 1
-                if self.exits is not None:
+                if self.depths and index < self.depths[-1]:
                     self._look_at_exits(index)
                 return True
         self._add_any(index, activation)
@@ -324,17 +323,15 @@ class _Sink:
         dims = positions(activation.dim(), layer.channels_last)
         if self.slots and dims and mean.shape == self.slots[index].shape and mean.device == self.buffer.device:
             self.seen[index] = Seen(activation.shape, dims, activation.numel() // mean.numel())
-        if self.exits is not None:
+        if self.depths and index < self.depths[-1]:
             self._look_at_exits(index)
 
     def _look_at_exits(self, index: int) -> None:
         """Ask the next exit whether to stop, once all of its layers have been seen."""
-        if self.exits is None or index >= self.exits.depths[-1]:
-            return
-        depths = self.exits.depths
+        depths, exits = self.depths, cast(Exits, self.exits)
         self.waiting[bisect_right(depths, index)] -= 1
         while self.next_exit < len(depths) and self.waiting[self.next_exit] == 0:
-            if self.exits.should_stop(self.next_exit, self._join(self.parts, self.counts, depths[self.next_exit])):
+            if exits.should_stop(self.next_exit, self._join(self.parts, self.counts, depths[self.next_exit])):
                 self.stopped_at = self.next_exit
                 raise _Stop(self)
             self.next_exit += 1
@@ -349,9 +346,7 @@ class _Sink:
 
     def finish(self, output: Any) -> Recording:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
-        exits, depth = self.exits, len(self.layers)
-        if exits is not None and self.stopped_at is not None:
-            depth = exits.depths[self.stopped_at]
+        depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
         layers = self.layers[:depth]
         for layer, part, slot in zip_longest(layers, self.parts[:depth], self.slots[:depth]):
             if part is None or part is not slot:
