@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neuralmean.pooling import pool_means
+from neuralmean.pooling import pool_means, split_pools
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -67,4 +67,48 @@ def test_other_means_stay(options):
     model = make_graph(**options)
     before = model.SerializeToString()
     pool_means(model)
+    assert model.SerializeToString() == before
+
+
+def make_dense_graph():
+    """A growing tensor, as in a dense network: means of all of it, and of it behind a batch norm."""
+    floats = onnx.TensorProto.FLOAT
+    nodes = [
+        helper.make_node("Relu", ["a"], ["c"]),
+        helper.make_node("Concat", ["c", "b"], ["two"], axis=1),
+        helper.make_node("GlobalAveragePool", ["two"], ["mean_two"]),
+        helper.make_node("Concat", ["two", "b"], ["three"], axis=1),
+        helper.make_node("BatchNormalization", ["three", *"gsmv"], ["normed"], epsilon=1e-3),
+        helper.make_node("GlobalAveragePool", ["normed"], ["mean_three"]),
+        helper.make_node("BatchNormalization", ["c", "g3", "s3", "m3", "v3"], ["alone"]),
+        helper.make_node("GlobalAveragePool", ["alone"], ["mean_alone"]),
+        helper.make_node("Concat", ["mean_two", "mean_three", "mean_alone"], ["y"], axis=1),
+    ]
+    generator = np.random.default_rng(1)
+    weights = {f"{name}{size}": generator.uniform(0.5, 2, int(size or 9)) for name in "gsmv" for size in ("", "3")}
+    graph = helper.make_graph(
+        nodes,
+        "dense",
+        [helper.make_tensor_value_info(name, floats, ("n", 3, 4, 4)) for name in ("a", "b")],
+        [helper.make_tensor_value_info("y", floats, ("n", 18, 1, 1))],
+        [onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def test_each_part_of_a_growing_tensor_is_pooled_once():
+    generator = np.random.default_rng(0)
+    a, b = (generator.normal(size=(2, 3, 4, 4)).astype(np.float32) for _ in "ab")
+    model = make_dense_graph()
+    before = run(model, a=a, b=b)
+    split_pools(model)
+    pooled = [node.input[0] for node in model.graph.node if node.op_type == "GlobalAveragePool"]
+    assert pooled == ["c", "b", "alone"]  # a batch norm that a convolution may take in is not passed
+    np.testing.assert_allclose(run(model, a=a, b=b), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_without_pools_stays():
+    model = make_graph()
+    before = model.SerializeToString()
+    split_pools(model)
     assert model.SerializeToString() == before

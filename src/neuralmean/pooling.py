@@ -1,13 +1,17 @@
-"""Channel means of an ONNX graph as global average pooling.
+"""Channel means of an ONNX graph as global average pooling, and no larger than they must be.
 
 To a runtime a `ReduceMean` is one operation of many. A `GlobalAveragePool` is part of what convolutional networks are made of:
 onnxruntime runs it in the memory layout of its convolutions, where a `ReduceMean` has each activation brought back first.
+
+The mean of tensors side by side is their means side by side, and each is taken once: in a dense network, where every layer sees
+all that came before, little is left to be read. To get at them a batch norm, which a mean may as well go through first, is
+passed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
@@ -26,8 +30,7 @@ def pool_means(model: ModelProto) -> None:
     for index, join in reversed(list(enumerate(graph.node))):  # from the end, as nodes are added behind
         means = [makers[name] for name in join.input if name in makers and uses[name] == 1]
         if (
-            join.op_type != "Concat"
-            or join.attribute[0].i != 1
+            not _is_join(join)
             or len(means) < len(join.input)
             or not all(_is_over_positions(mean, ranks, axes) for mean in means)
         ):
@@ -35,10 +38,48 @@ def pool_means(model: ModelProto) -> None:
         for mean in means:
             mean.op_type = "GlobalAveragePool"
             del mean.input[1:], mean.attribute[:]
-        flat, join.output[0] = join.output[0], f"{join.output[0]}_pooled"
+        flat, join.output[0] = join.output[0], f"{join.output[0]}_neuralmean"
         graph.node.insert(index + 1, helper.make_node("Flatten", [join.output[0]], [flat], axis=1))
         for value in [value for value in graph.value_info if value.name in join.input]:
             graph.value_info.remove(value)  # its shape is another now
+
+
+def split_pools(model: ModelProto) -> None:
+    """Pool what was put side by side part by part, each part once, in place."""
+    from onnx import GraphProto, helper
+
+    graph = model.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    pools: dict[str, str] = {}  # what was pooled, and what it became
+    nodes: list[NodeProto] = []
+
+    def pool(name: str, into: str | None = None) -> str:
+        if into is None and name in pools:
+            return pools[name]
+        maker, result = makers.get(name), into or f"{name}_neuralmean"
+        if _is_join(maker):
+            nodes.append(helper.make_node("Concat", [pool(part) for part in maker.input], [result], axis=1))
+        elif maker is not None and maker.op_type == "BatchNormalization" and _is_join(makers.get(maker.input[0])):
+            norm = helper.make_node("BatchNormalization", [pool(maker.input[0]), *maker.input[1:]], [result])
+            norm.attribute.extend(maker.attribute)
+            nodes.append(norm)
+        else:
+            nodes.append(helper.make_node("GlobalAveragePool", [name], [result]))
+        return pools.setdefault(name, result)
+
+    for node in graph.node:
+        if node.op_type == "GlobalAveragePool":
+            pool(node.input[0], into=node.output[0])
+        else:
+            nodes.append(node)
+    made = GraphProto(node=nodes)  # holds copies
+    del graph.node[:]
+    graph.node.extend(made.node)
+
+
+def _is_join(node: NodeProto | None) -> TypeGuard[NodeProto]:
+    """Whether a node puts channels side by side."""
+    return node is not None and node.op_type == "Concat" and node.attribute[0].i == 1
 
 
 def _is_over_positions(node: NodeProto, ranks: dict[str, int], axes: dict[str, list[int]]) -> bool:

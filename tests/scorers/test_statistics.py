@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from neuralmean.scorers.statistics import (
     class_means,
@@ -11,6 +12,7 @@ from neuralmean.scorers.statistics import (
     k_means,
     ledoit_wolf,
     low_rank,
+    members_of,
     shrink_means,
     sketch_columns,
 )
@@ -106,5 +108,28 @@ def test_k_means_finds_clusters_that_are_there():
 
 def test_a_sketch_adds_signed_columns_up():
     rows = torch.tensor([[1.0, 2.0, 4.0]])
-    assert sketch_columns(rows, torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, -1.0])).tolist() == [[-3.0, 2.0]]
-    assert sketch_columns(rows, torch.arange(3), torch.ones(3)) is rows
+    assert sketch_columns(rows, members_of(torch.tensor([0, 1, 0])), torch.tensor([1.0, 1.0, -1.0])).tolist() == [
+        [-3.0, 2.0]
+    ]
+    assert sketch_columns(rows, members_of(torch.arange(3)), torch.ones(3)) is rows
+
+
+def test_a_sketch_is_a_loop_over_columns():
+    generator = torch.Generator().manual_seed(0)
+    bucket, sign = torch.randint(0, 7, (40,), generator=generator), torch.randn(40, generator=generator).sign()
+    rows = torch.randn(5, 40, generator=generator)
+    expected = torch.zeros(5, 7)
+    for column in range(40):
+        expected[:, bucket[column]] += sign[column] * rows[:, column]
+    torch.testing.assert_close(sketch_columns(rows, members_of(bucket), sign), expected)
+
+
+def test_a_sketch_is_exported_without_scattering():
+    class Sketch(nn.Module):
+        def forward(self, rows):
+            return sketch_columns(rows, members_of(torch.arange(20) % 7), torch.ones(20))
+
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(Sketch(), (torch.randn(3, 20),), dynamic_shapes=({0: batch},))
+    used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [name for name in used if "scatter" in name or "index_add" in name]

@@ -103,10 +103,28 @@ def k_means(rows: Tensor, clusters: int, *, seed: int = 0, iterations: int = 30)
     return centres
 
 
-def sketch_columns(rows: Tensor, bucket: Tensor, sign: Tensor, width: int | None = None) -> Tensor:
-    """Add the signed columns of each bucket up, (N, D) to (N, P): a count sketch, or the rows themselves if P = D."""
-    if width is None:  # an exported graph must be told
-        width = int(bucket.max()) + 1 if len(bucket) else 0
-    if width == len(bucket):
+def members_of(bucket: Tensor) -> Tensor:
+    """Return the columns of each bucket, (P, m), given the bucket of each column, (D,); D where a bucket has fewer than m.
+
+    Example:
+        >>> members_of(torch.tensor([0, 1, 0]))
+        tensor([[0, 2],
+                [1, 3]])
+    """
+    counts = torch.bincount(bucket)
+    order = torch.argsort(bucket, stable=True)
+    place = torch.arange(len(bucket)) - (counts.cumsum(0) - counts)[bucket[order]]
+    members = torch.full((len(counts), int(counts.max()) if len(counts) else 1), len(bucket))
+    members[bucket[order], place] = order
+    return members
+
+
+def sketch_columns(rows: Tensor, members: Tensor, sign: Tensor) -> Tensor:
+    """Add the signed columns of each bucket up, (N, D) to (N, P): a count sketch, or the rows themselves if P = D.
+
+    Columns are gathered and not scattered: onnxruntime adds scattered ones up in several threads at once, and loses some.
+    """
+    if members.shape[1] == 1:
         return rows
-    return rows.new_zeros(rows.shape[0], width).index_add_(1, bucket, rows * sign.to(rows.dtype))
+    padded = torch.nn.functional.pad(rows * sign.to(rows.dtype), (0, 1))
+    return padded.index_select(1, members.flatten()).view(-1, *members.shape).sum(dim=2)

@@ -23,6 +23,7 @@ from neuralmean.scorers.statistics import (
     k_means,
     ledoit_wolf,
     low_rank,
+    members_of,
     shrink_means,
     sketch_columns,
 )
@@ -258,7 +259,8 @@ class _Angle:
     in expectation), centred and whitened by the Ledoit-Wolf covariance within classes.
     """
 
-    bucket: Tensor  # (D,) int64
+    bucket: Tensor  # (D,) int64, of each column
+    members: Tensor  # (P, m) int64, columns of each bucket
     sign: Tensor  # (D,)
     offset: Tensor  # (P,)
     whiten: Tensor  # (P, P)
@@ -267,8 +269,8 @@ class _Angle:
     @classmethod
     def of(cls, rows: Tensor, classes: Tensor, n_classes: int, seed: int) -> _Angle:
         """Learn from rows (N, D) in float64."""
-        bucket, sign = _hash_columns(rows.shape[1], seed)
-        sketch = sketch_columns(rows, bucket, sign)
+        bucket, members, sign = _hash_columns(rows.shape[1], seed)
+        sketch = sketch_columns(rows, members, sign)
         means, counts = class_means(sketch, classes, n_classes)
         covariance = ledoit_wolf(sketch - means[classes])
         jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
@@ -276,7 +278,7 @@ class _Angle:
         offset = sketch.mean(dim=0)
         target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
         target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        return cls(bucket, sign, offset.float(), whiten.float(), target.float())
+        return cls(bucket, members, sign, offset.float(), whiten.float(), target.float())
 
     def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the term of each row and the whitened length of the row, (N,) each."""
@@ -296,16 +298,16 @@ class _Angle:
         return shares
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        sketch = sketch_columns(rows, self.bucket, self.sign, len(self.offset))
+        sketch = sketch_columns(rows, self.members, self.sign)
         whitened: Tensor = (sketch - self.offset) @ self.whiten
         return whitened
 
 
-def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor]:
-    """Return the bucket and the sign of each column; up to 512 columns have a bucket each."""
+def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bucket of each column, the columns of each bucket, and signs; up to 512 columns have a bucket each."""
     if width <= buckets:
-        return torch.arange(width), torch.ones(width)
+        return torch.arange(width), torch.arange(width)[:, None], torch.ones(width)
     generator = torch.Generator().manual_seed(seed)
     bucket = torch.arange(width)[torch.randperm(width, generator=generator)] % buckets
     sign = torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1.0
-    return bucket, sign
+    return bucket, members_of(bucket), sign
