@@ -126,8 +126,10 @@ def test_a_sketch_is_a_loop_over_columns():
 
 def test_a_sketch_is_exported_without_scattering():
     class Sketch(nn.Module):
+        members, sign = members_of(torch.arange(20) % 7), torch.ones(20)
+
         def forward(self, rows):
-            return sketch_columns(rows, members_of(torch.arange(20) % 7), torch.ones(20))
+            return sketch_columns(rows, self.members, self.sign)
 
     batch = torch.export.Dim("batch")
     program = torch.export.export(Sketch(), (torch.randn(3, 20),), dynamic_shapes=({0: batch},))
