@@ -51,7 +51,7 @@ def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
     if mode != "compile":
         candidates["naive"] = lambda: _naive(model, layers, x)
         with suppress(InputError):  # a model that is no fixed graph
-            frozen = trace(Observer(model, layers, variance=False, head=None), x)
+            frozen = trace(Observer(model, layers, variance=False, head=None), x, fold=True)
             candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
     with torch.no_grad():
         timings = interleave(candidates, baseline="plain", seconds=seconds)

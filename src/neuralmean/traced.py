@@ -57,12 +57,13 @@ class TracedObserver(Observer):
         return output, rows
 
 
-def trace(observer: Observer, example: Tensor) -> TracedObserver:
+def trace(observer: Observer, example: Tensor, *, fold: bool = False) -> TracedObserver:
     """Return an observer that runs the model as a graph.
 
     Args:
         observer: The observer of the model.
         example: Inputs, shape (N, ...); only the shape of one counts.
+        fold: Whether batch norms may be folded into the convolutions before them: faster, and the last digit may differ.
 
     Raises:
         InputError: The model cannot be a graph, or not safely.
@@ -78,7 +79,7 @@ def trace(observer: Observer, example: Tensor) -> TracedObserver:
     try:
         with torch.no_grad():
             observer.observe(Batch((first,)))  # finds the head
-            traced = TracedObserver(observer, _make_graph(observer, first), example.shape[1:])
+            traced = TracedObserver(observer, _make_graph(observer, first, fold=fold), example.shape[1:])
             for x in others:
                 _compare(observer.observe(Batch((x,))), traced.observe(Batch((x,))))
     except Exception as error:  # whatever a model or torch has against it
@@ -87,10 +88,10 @@ def trace(observer: Observer, example: Tensor) -> TracedObserver:
     return traced
 
 
-def _make_graph(observer: Observer, x: Tensor) -> Any:
+def _make_graph(observer: Observer, x: Tensor, *, fold: bool) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graph = torch.jit.freeze(torch.jit.trace(_Graph(observer), (x,), check_trace=False))  # type: ignore[no-untyped-call]
+        graph = torch.jit.freeze(torch.jit.trace(_Graph(observer, fold=fold), (x,), check_trace=False))  # type: ignore[no-untyped-call]
     doubts = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
     if doubts:  # something depends on a value or a shape
         raise InputError(doubts[0])
@@ -100,11 +101,11 @@ def _make_graph(observer: Observer, x: Tensor) -> Any:
 class _Graph(nn.Module):
     """The model with its reductions as a function of one tensor to a fixed number of tensors."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, *, fold: bool) -> None:
         super().__init__()
         recorder = observer.recorder
         self._module = RecordingModule(
-            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head, behind=True
+            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head, behind=fold
         )
         self.eval()
 
