@@ -10,9 +10,9 @@ onnxruntime = pytest.importorskip("onnxruntime")
 helper = onnx.helper
 
 
-def make_graph(axes=(2, 3), *, keepdims=0, shape=("n", 3, 4, 4), outputs=("y",)):
+def make_graph(axes=(2, 3), *, keepdims=0, shape=("n", 3, 4, 4), outputs=("y",), dtype="FLOAT"):
     """Two means of `a` and `b` side by side."""
-    floats = onnx.TensorProto.FLOAT
+    floats = getattr(onnx.TensorProto, dtype)
     rank = len(shape) - len(axes) if not keepdims else len(shape)
     nodes = [
         helper.make_node("Relu", ["a"], ["c"]),
@@ -60,8 +60,8 @@ def test_means_over_positions_are_pooled_and_stay_what_they_are(axes, shape):
 
 @pytest.mark.parametrize(
     "options",
-    [{"keepdims": 1}, {"axes": (2,)}, {"axes": (1, 2)}, {"outputs": ("y", "mean_b")}],
-    ids=["dimensions are kept", "not all positions", "not the positions", "somebody else looks at one"],
+    [{"keepdims": 1}, {"axes": (2,)}, {"axes": (1, 2)}, {"outputs": ("y", "mean_b")}, {"dtype": "DOUBLE"}],
+    ids=["dimensions are kept", "not all positions", "not the positions", "somebody else looks at one", "double"],
 )
 def test_other_means_stay(options):
     model = make_graph(**options)

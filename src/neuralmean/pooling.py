@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 def pool_means(model: ModelProto) -> None:
     """Replace the means over all positions that are joined to one vector, in place; other means stay as they are."""
-    from onnx import helper
+    from onnx import TensorProto, helper
 
     graph = model.graph
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in (*graph.value_info, *graph.input)}
+    kinds = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
+    # Runtimes pool numbers of single precision only.
+    ranks = {name: len(kind.shape.dim) for name, kind in kinds.items() if kind.elem_type == TensorProto.FLOAT}
     axes = _whole_numbers(graph)
     makers = {name: node for node in graph.node for name in node.output}
     uses = Counter(name for node in graph.node for name in node.input)
