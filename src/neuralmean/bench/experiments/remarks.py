@@ -60,7 +60,7 @@ REMARKS: dict[str, str] = {
         "the paper's (fine-tuned ones one pass; ODIN and G-ODIN two with a gradient) except at its end: Mahalanobis, with its "
         "perturbed pass for each stage, is slower here than Gram, whose powers of products are one pass. GOOD scores with a "
         "small network of its own. Fine-tuned methods have a small budget and heavy ones are judged by 1,000 images, so that "
-        "their times to fit and AUROC are not the paper's. Some of the slower methods were timed while tests ran beside."
+        "their times to fit and AUROC are not the paper's."
     ),
     "layers": (
         "2,000 images of each kind per fit instead of all, as some twenty detectors are fitted for each OOD set. What the "
