@@ -76,7 +76,7 @@ def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot
     axes.set_ylim(min(40.0, *(row["auroc"] for row in own)) - 2, 101)
     axes.set_ylabel("AUROC, %")
     axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
-    axes.legend(fontsize=7, ncols=min(6, len(methods)), loc="lower center", bbox_to_anchor=(0.5, -0.42), frameon=False)
+    figure.legend(fontsize=7, ncols=min(6, len(methods)), loc="outside lower center", frameon=False)
     alt = f"Bars of AUROC by method and OOD set, {_model(model)} on {_set(inside)}"
     return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
 
