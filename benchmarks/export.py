@@ -29,6 +29,8 @@ def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> 
             _export_plain(detector.model, plain)
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()
+            # Else the threads of one session spin for a while after a run, on the cores that the other one needs.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             sessions = [onnxruntime.InferenceSession(path, options) for path in (plain, whole)]
             for size in batches:
                 rows.append(_measure(name, detector, sessions, size, seconds))
