@@ -87,13 +87,14 @@ def _measure(
             rounds=(3, 20),
         )
         answers = [early(one) for one in torch.split(x, 1)]
-        usual_scores = torch.cat([early(one)[1].score for one in torch.split(usual, 1)])
     scores = torch.cat([decision.score for _, decision in answers])
     row: dict[str, Any] = {"model": name, "scorer": scorer, "data": kind, "images": len(x)}
     row["stopped"] = sum(output is None for output, _ in answers) / len(answers)
     row["flagged"] = float((scores > early.threshold).float().mean())
     row["flagged by the full detector"] = float(full.predict(x).is_ood.float().mean())
     if kind != "ID":
+        with torch.no_grad():
+            usual_scores = torch.cat([early(one)[1].score for one in torch.split(usual, 1)])
         row["auroc"] = evaluate(usual_scores.numpy(), scores.numpy()).auroc
         row["auroc of the full detector"] = evaluate(full.score(usual).numpy(), full.score(x).numpy()).auroc
     return row | {"cost": timing["early"].to_dict(), "cost of the full detector": timing["full"].to_dict()}

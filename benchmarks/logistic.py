@@ -82,8 +82,9 @@ def run_sklearn(
     scaler = StandardScaler().fit(ordered)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # renamed defaults, and problems that did not converge
-        alone = LogisticRegression(C=penalty or 1.0, max_iter=10_000)  # to the end: after 100 steps it is not there yet
-        model = LogisticRegressionCV(scoring="accuracy") if penalty is None else alone
+        # A single fit runs to its end: after the usual 100 steps it is not there yet.
+        one = {"C": penalty, "max_iter": 10_000}
+        model = LogisticRegressionCV(scoring="accuracy") if penalty is None else LogisticRegression(**one)
         model.fit(scaler.transform(ordered), labels)
     seconds = clock() - start
     chosen = float(np.ravel(model.C_)[0]) if penalty is None else penalty

@@ -23,12 +23,13 @@ def draw(rows: list[dict[str, Any]], path: Path, *, batch: int) -> bool:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.set_xscale("log")
     axes.axvline(1, color="#888", linewidth=1, linestyle="--", zorder=1)
+    costs = [cost for _, cost, _ in points]
     drawn: list[tuple[float, float]] = []
     for name, cost, auroc in sorted(points, key=lambda point: -point[2]):
         ours = name.startswith("neuralmean")
         axes.scatter(cost, auroc, s=60 if ours else 35, color="#c0392b" if ours else "#34495e", zorder=3)
         near = sum(abs(cost / other - 1) < 0.2 and abs(auroc - height) < 1.6 for other, height in drawn)
-        left = near % 2 == 1 or cost > 0.7 * max(cost for _, cost, _ in points)  # labels of neighbours on either side
+        left = near % 2 == 1 or cost > 0.7 * max(costs)  # labels of neighbours on either side
         drawn.append((cost, auroc))
         axes.annotate(
             name,
@@ -39,7 +40,6 @@ def draw(rows: list[dict[str, Any]], path: Path, *, batch: int) -> bool:
             ha="right" if left else "left",
             va="center",
         )
-    costs = [cost for _, cost, _ in points]
     axes.set_xlim(min(costs) * 0.93, max(costs) * 1.1)
     axes.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def lean_forward(module: nn.Module) -> Forward | None:
@@ -28,7 +28,7 @@ def lean_forward(module: nn.Module) -> Forward | None:
         True
     """
     parameters, buffers = module._parameters, module._buffers  # straight to the tensors, whichever they are by then
-    if type(module) in _BATCH_NORMS:
+    if type(module) in BATCH_NORMS:
         cudnn = torch.backends.cudnn.enabled
 
         def batch_norm(x: Tensor) -> Tensor:

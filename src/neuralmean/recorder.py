@@ -193,6 +193,7 @@ class _Sink:
             self.buffer, self.slots = plan.take_buffer(self.size, device)
             self.seen = plan.seen(self.size, device)
         self.depths = () if exits is None else tuple(exits.depths)
+        self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
         self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def clear(self) -> None:
@@ -294,7 +295,7 @@ class _Sink:
                 plain = activation.detach() if activation.requires_grad else activation
                 self.parts[index] = torch.sum(plain, seen.dims, out=self.slots[index])
                 self.counts[index], self.calls[index] = seen.count, 1
-                if self.depths and index < self.depths[-1]:
+                if index < self.exits_end:
                     self._look_at_exits(index)
                 return True
         self._add_any(index, activation)
@@ -323,7 +324,7 @@ class _Sink:
         dims = positions(activation.dim(), layer.channels_last)
         if self.slots and dims and mean.shape == self.slots[index].shape and mean.device == self.buffer.device:
             self.seen[index] = Seen(activation.shape, dims, activation.numel() // mean.numel())
-        if self.depths and index < self.depths[-1]:
+        if index < self.exits_end:
             self._look_at_exits(index)
 
     def _look_at_exits(self, index: int) -> None:
