@@ -10,6 +10,8 @@ from typing import Any
 
 clock: Callable[[], float] = time.perf_counter  # `--cpu-time` puts time.process_time here
 
+_PAUSE = 0.02  # seconds; threads that wait for more work have gone to sleep by then
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -34,7 +36,8 @@ def interleave(
     *,
     baseline: str,
     seconds: float = 8.0,
-    rounds: tuple[int, int] = (7, 200),
+    rounds: tuple[int, int] = (7, 600),
+    block: float | None = None,
 ) -> dict[str, Timing]:
     """Run the candidates in turns, each turn in another order, and compare each with the baseline of the same turn.
 
@@ -43,6 +46,8 @@ def interleave(
         baseline: The name that the ratios refer to.
         seconds: About how long to go on.
         rounds: The least and the most turns.
+        block: Seconds that a candidate goes on in its turn, after a pause; the median of its runs, without the first two, counts.
+            For candidates with threads of their own, which go on for a while after a run and take a core from the next one.
     """
     for run in candidates.values():  # caches, lazy initialisation, compilation
         run()
@@ -53,9 +58,7 @@ def interleave(
     while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - start < seconds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order if turn % 2 else reversed(order):
-            begin = clock()
-            candidates[name]()
-            taken[name].append(clock() - begin)
+            taken[name].append(_time_once(candidates[name]) if block is None else _time_block(candidates[name], block))
         turn += 1
     return {name: _compare(taken[name], taken[baseline]) for name in names}
 
@@ -79,3 +82,19 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _time_once(run: Callable[[], object]) -> float:
+    begin = clock()
+    run()
+    return clock() - begin
+
+
+def _time_block(run: Callable[[], object], seconds: float) -> float:
+    time.sleep(_PAUSE)
+    run()
+    run()
+    end, taken = time.perf_counter() + seconds, [_time_once(run)]
+    while time.perf_counter() < end:
+        taken.append(_time_once(run))
+    return statistics.median(taken)

@@ -28,6 +28,7 @@ ROWS = [
         "sequential",
         "lean",
         "memory",
+        "onnx_graph",
     ],
     ["recording", "running", "fingerprint", "behind"],
     ["stand_ins"],
@@ -40,7 +41,7 @@ ROWS = [
     ["saving"],
     ["detector"],
     ["images", "weights", "monitor_state"],
-    ["monitor", "modelspec", "graph", "inspection", "pooling"],
+    ["monitor", "modelspec", "graph", "inspection", "pooling", "shortcuts"],
     ["opening", "scoring", "export"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

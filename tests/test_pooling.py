@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neuralmean.pooling import pool_means, split_pools
+from neuralmean.pooling import pool_means
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -60,8 +60,8 @@ def test_means_over_positions_are_pooled_and_stay_what_they_are(axes, shape):
 
 @pytest.mark.parametrize(
     "options",
-    [{"keepdims": 1}, {"axes": (2,)}, {"axes": (1, 2)}, {"outputs": ("y", "mean_b")}, {"dtype": "DOUBLE"}],
-    ids=["dimensions are kept", "not all positions", "not the positions", "somebody else looks at one", "double"],
+    [{"keepdims": 1, "shape": ("n", 3, 4), "axes": (2,)}, {"axes": (2,)}, {"axes": (1, 2)}, {"dtype": "DOUBLE"}],
+    ids=["kept, of a sequence", "not all positions", "not the positions", "double"],
 )
 def test_other_means_stay(options):
     model = make_graph(**options)
@@ -70,45 +70,121 @@ def test_other_means_stay(options):
     assert model.SerializeToString() == before
 
 
-def make_dense_graph():
-    """A growing tensor, as in a dense network: means of all of it, and of it behind a batch norm."""
+def test_a_mean_that_somebody_else_looks_at_is_pooled_by_itself():
+    a, b = (np.random.default_rng(seed).normal(size=(2, 3, 4, 4)).astype(np.float32) for seed in (0, 1))
+    model = make_graph(outputs=("y", "mean_b"))
+    before = run(model, a=a, b=b)
+    pool_means(model)
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds == ["Relu", "GlobalAveragePool", "Flatten", "GlobalAveragePool", "Flatten", "Concat", "Abs"]
+    np.testing.assert_allclose(run(model, a=a, b=b), before, rtol=1e-5, atol=1e-6)
+
+
+def test_means_that_keep_their_dimensions_are_pooled():
+    a, b = (np.random.default_rng(seed).normal(size=(2, 3, 4, 4)).astype(np.float32) for seed in (0, 1))
+    model = make_graph(keepdims=1)
+    before = run(model, a=a, b=b)
+    pool_means(model)
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds == ["Relu", "GlobalAveragePool", "GlobalAveragePool", "Concat", "Abs"]
+    np.testing.assert_allclose(run(model, a=a, b=b), before, rtol=1e-5, atol=1e-6)
+
+
+def make_dense_graph(*, flat, tail=()):
+    """A growing tensor, as in a dense network: means of all of it, of it behind a batch norm, and of parts.
+
+    Args:
+        flat: Whether the larger tensor is made of all parts, and not of the smaller one and a part.
+        tail: Pairs of operation and constant that follow the vector.
+    """
     floats = onnx.TensorProto.FLOAT
+    parts = ["c", "b", "b"] if flat else ["two", "b"]
     nodes = [
-        helper.make_node("Relu", ["a"], ["c"]),
+        helper.make_node("Conv", ["a", "w"], ["c"], kernel_shape=[1, 1]),
         helper.make_node("Concat", ["c", "b"], ["two"], axis=1),
-        helper.make_node("GlobalAveragePool", ["two"], ["mean_two"]),
-        helper.make_node("Concat", ["two", "b"], ["three"], axis=1),
+        helper.make_node("ReduceMean", ["two", "axes"], ["mean_two"], keepdims=0),
+        helper.make_node("Concat", parts, ["three"], axis=1),
         helper.make_node("BatchNormalization", ["three", *"gsmv"], ["normed"], epsilon=1e-3),
-        helper.make_node("GlobalAveragePool", ["normed"], ["mean_three"]),
+        helper.make_node("ReduceMean", ["normed", "axes"], ["mean_three"], keepdims=0),
         helper.make_node("BatchNormalization", ["c", "g3", "s3", "m3", "v3"], ["alone"]),
-        helper.make_node("GlobalAveragePool", ["alone"], ["mean_alone"]),
-        helper.make_node("Concat", ["mean_two", "mean_three", "mean_alone"], ["y"], axis=1),
+        helper.make_node("ReduceMean", ["alone", "axes"], ["mean_alone"], keepdims=0),
+        helper.make_node("ReduceMean", ["c", "axes"], ["mean_c"], keepdims=0),
+        helper.make_node("Concat", ["mean_two", "mean_three", "mean_alone", "mean_c"], ["t0"], axis=1),
     ]
     generator = np.random.default_rng(1)
-    weights = {f"{name}{size}": generator.uniform(0.5, 2, int(size or 9)) for name in "gsmv" for size in ("", "3")}
+    weights = {f"{name}{size}": generator.uniform(0.5, 2, int(size or 12)) for name in "gsmv" for size in ("", "3")}
+    weights = {name: np.resize(value, 4) if name.endswith("3") else value for name, value in weights.items()}
+    weights["w"] = generator.normal(size=(4, 4, 1, 1))
+    for step, (kind, constant) in enumerate(tail):
+        weights[f"k{step}"] = constant
+        nodes.append(helper.make_node(kind, [f"t{step}", f"k{step}"], [f"t{step + 1}"]))
+    nodes.append(helper.make_node("Identity", [f"t{len(tail)}"], ["y"]))
+    channels = {"c": 4, "two": 8, "three": 12, "normed": 12, "alone": 4}
     graph = helper.make_graph(
         nodes,
         "dense",
-        [helper.make_tensor_value_info(name, floats, ("n", 3, 4, 4)) for name in ("a", "b")],
-        [helper.make_tensor_value_info("y", floats, ("n", 18, 1, 1))],
-        [onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+        [helper.make_tensor_value_info(name, floats, ("n", 4, 3, 3)) for name in ("a", "b")],
+        [helper.make_tensor_value_info("y", floats, ("n", 28))],
+        [
+            onnx.numpy_helper.from_array(np.array([2, 3]), "axes"),
+            *(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in weights.items()),
+        ],
+        value_info=[helper.make_tensor_value_info(name, floats, ("n", size, 3, 3)) for name, size in channels.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
-def test_each_part_of_a_growing_tensor_is_pooled_once():
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_only_the_largest_of_growing_tensors_is_pooled(flat, size):
     generator = np.random.default_rng(0)
-    a, b = (generator.normal(size=(2, 3, 4, 4)).astype(np.float32) for _ in "ab")
-    model = make_dense_graph()
+    a, b = (generator.normal(size=(size, 4, 3, 3)).astype(np.float32) for _ in "ab")
+    model = make_dense_graph(flat=flat)
     before = run(model, a=a, b=b)
-    split_pools(model)
+    pool_means(model)
     pooled = [node.input[0] for node in model.graph.node if node.op_type == "GlobalAveragePool"]
-    assert pooled == ["c", "b", "alone"]  # a batch norm that a convolution may take in is not passed
-    np.testing.assert_allclose(run(model, a=a, b=b), before, rtol=1e-5, atol=1e-6)
+    assert pooled == ["three", "alone"]  # a batch norm that a convolution may take in is not passed
+    after = run(model, a=a, b=b)
+    assert after.shape == (size, 28)
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
 
 
-def test_a_graph_without_pools_stays():
+def test_channels_are_moved_in_pieces_and_not_one_by_one():
+    model = make_dense_graph(flat=True)
+    pool_means(model)
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    gather = next(node for node in model.graph.node if node.op_type == "Gather")
+    # Pieces of 4 of c, b, b, alone: two is c b; three is c b b, whose second b may as well be the first; then alone, c.
+    assert constants[gather.input[1]].tolist() == [0, 1, 0, 1, 1, 3, 0]
+
+
+def test_constants_behind_the_vector_are_taken_in():
+    generator = np.random.default_rng(0)
+    a, b = (generator.normal(size=(2, 4, 3, 3)).astype(np.float32) for _ in "ab")
+    tail = [("Mul", generator.uniform(1, 2, 28)), ("Add", generator.normal(size=28)), ("Sub", np.array(0.5))]
+    model = make_dense_graph(flat=False, tail=tail)
+    before = run(model, a=a, b=b)
+    pool_means(model)
+    assert [node.op_type for node in model.graph.node][-4:] == ["Flatten", "Mul", "Add", "Identity"]
+    np.testing.assert_allclose(run(model, a=a, b=b), before, rtol=1e-5, atol=1e-5)
+
+
+def test_no_constant_is_left_that_nobody_uses():
+    model = make_dense_graph(flat=False, tail=[("Mul", np.ones(28))])
+    pool_means(model)
+    used = {name for node in model.graph.node for name in node.input}
+    assert {tensor.name for tensor in model.graph.initializer} <= used
+
+
+def test_a_constant_that_only_a_branch_uses_stays():
     model = make_graph()
-    before = model.SerializeToString()
-    split_pools(model)
-    assert model.SerializeToString() == before
+    floats = onnx.TensorProto.FLOAT
+    scalar = helper.make_tensor_value_info("inner", floats, [])
+    branch = helper.make_graph([helper.make_node("Identity", ["kept"], ["inner"])], "branch", [], [scalar])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(3).reshape(()), "kept"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["choice"], then_branch=branch, else_branch=branch))
+    model.graph.output.append(helper.make_tensor_value_info("choice", floats, []))
+    pool_means(model)
+    onnx.checker.check_model(model, full_check=True)
+    assert {"kept", "yes"} <= {tensor.name for tensor in model.graph.initializer}

@@ -22,10 +22,11 @@ from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.files import write_atomically
 from neuralmean.graph import DetectorGraph, input_names
-from neuralmean.pooling import pool_means, split_pools
+from neuralmean.pooling import pool_means
 from neuralmean.running import device_of, evaluating
 from neuralmean.saving import to_artefact
 from neuralmean.scorers import VectorScorer
+from neuralmean.shortcuts import convolve_shortcuts
 from neuralmean.version import __version__
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def to_onnx(
         raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.5 or newer.")
     proto = exported.model_proto
     pool_means(proto)
-    split_pools(proto)
+    convolve_shortcuts(proto)
     onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
     with write_atomically(path) as file:
         file.write(proto.SerializeToString())

@@ -73,8 +73,8 @@ class DetectorGraph(nn.Module):
         seen = Observation(vector, recording.logits, recording.feature) if self.needs else vector
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
-        at_least = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).sum(dim=1)
-        p_value = (1 + at_least).float() / (self.calibration_scores.shape[0] + 1)
+        at_least = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().sum(dim=1)
+        p_value = (1 + at_least) / (self.calibration_scores.shape[0] + 1)
         return output, score, p_value, score > self.threshold
 
     def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:

@@ -1,102 +1,157 @@
-"""Channel means of an ONNX graph as global average pooling, and no larger than they must be.
+"""Channel means of an ONNX graph as global average pooling, and as little of it as does.
 
 To a runtime a `ReduceMean` is one operation of many. A `GlobalAveragePool` is part of what convolutional networks are made of:
 onnxruntime runs it in the memory layout of its convolutions, where a `ReduceMean` has each activation brought back first.
 
-The mean of tensors side by side is their means side by side, and each is taken once: in a dense network, where every layer sees
-all that came before, little is left to be read. To get at them a batch norm, which a mean may as well go through first, is
-passed.
+The mean of tensors side by side is their means side by side. In a dense network, where every layer sees all that came before,
+the last activation of a block therefore holds the means of all others, and is the only one to be pooled. To get at them a
+batch norm, which a mean may as well go through afterwards, is passed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, TypeGuard
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuralmean.onnx_graph import Chain, Graph, is_join
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import ModelProto, NodeProto
 
 
 def pool_means(model: ModelProto) -> None:
-    """Replace the means over all positions that are joined to one vector, in place; other means stay as they are."""
-    from onnx import TensorProto, helper
+    """Take the means over all positions of a graph by pooling, in place; other means stay as they are.
 
-    graph = model.graph
-    kinds = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
-    # Runtimes pool numbers of single precision only.
-    ranks = {name: len(kind.shape.dim) for name, kind in kinds.items() if kind.elem_type == TensorProto.FLOAT}
-    axes = _whole_numbers(graph)
-    makers = {name: node for node in graph.node for name in node.output}
-    uses = Counter(name for node in graph.node for name in node.input)
-    uses.update(value.name for value in graph.output)
-    for index, join in reversed(list(enumerate(graph.node))):  # from the end, as nodes are added behind
-        means = [makers[name] for name in join.input if name in makers and uses[name] == 1]
-        if (
-            not _is_join(join)
-            or len(means) < len(join.input)
-            or not all(_is_over_positions(mean, ranks, axes) for mean in means)
-        ):
+    Means that are joined to one vector are taken together, each activation once.
+    """
+    graph = Graph(model.graph)
+    for join in [node for node in model.graph.node if is_join(node)]:
+        means = [graph.makers[name] for name in join.input if name in graph.makers and graph.uses[name] == 1]
+        if len(means) == len(join.input) and all(graph.is_over_positions(mean, keeps=False) for mean in means):
+            _pool_together(graph, join, means)
+    for mean in [node for node in model.graph.node if node.op_type == "ReduceMean"]:
+        # A mean over the last of three dimensions may be anything, as part of a layer norm.
+        if len(graph.shapes.get(mean.input[0], ())) < 4:
             continue
-        for mean in means:
-            mean.op_type = "GlobalAveragePool"
-            del mean.input[1:], mean.attribute[:]
-        flat, join.output[0] = join.output[0], f"{join.output[0]}_neuralmean"
-        graph.node.insert(index + 1, helper.make_node("Flatten", [join.output[0]], [flat], axis=1))
-        for value in [value for value in graph.value_info if value.name in join.input]:
-            graph.value_info.remove(value)  # its shape is another now
+        if graph.is_over_positions(mean, keeps=True):
+            _to_pool(mean, mean.input[0])
+        elif graph.is_over_positions(mean, keeps=False):
+            chain = Chain(graph, mean)
+            chain.add("GlobalAveragePool", [mean.input[0]])
+            chain.add("Flatten", [chain.end], axis=1)
+            chain.replace(mean)
+    graph.drop_unused()
 
 
-def split_pools(model: ModelProto) -> None:
-    """Pool what was put side by side part by part, each part once, in place."""
-    from onnx import GraphProto, helper
+@dataclass(frozen=True)
+class _Read:
+    """A mean as the mean of `source`, times `scale`, plus `shift`, (C,) each."""
 
-    graph = model.graph
-    makers = {name: node for node in graph.node for name in node.output}
-    pools: dict[str, str] = {}  # what was pooled, and what it became
-    nodes: list[NodeProto] = []
+    source: str
+    scale: NDArray[np.float64]
+    shift: NDArray[np.float64]
 
-    def pool(name: str, into: str | None = None) -> str:
-        if into is None and name in pools:
-            return pools[name]
-        maker, result = makers.get(name), into or f"{name}_neuralmean"
-        if _is_join(maker):
-            nodes.append(helper.make_node("Concat", [pool(part) for part in maker.input], [result], axis=1))
-        elif maker is not None and maker.op_type == "BatchNormalization" and _is_join(makers.get(maker.input[0])):
-            norm = helper.make_node("BatchNormalization", [pool(maker.input[0]), *maker.input[1:]], [result])
-            norm.attribute.extend(maker.attribute)
-            nodes.append(norm)
+
+def _pool_together(graph: Graph, join: NodeProto, means: list[NodeProto]) -> None:
+    """Replace means, their join, and the constants they are then multiplied by and added to."""
+    if not all(graph.channels(mean.input[0]) for mean in means):
+        return
+    reads = [_through_norm(graph, mean.input[0]) for mean in means]
+    pooled = _choose(graph, [read.source for read in reads])
+    pools: dict[str, str] = {}
+    for mean, read in zip(means, reads, strict=True):
+        if read.source in pooled and read.source not in pools:
+            _to_pool(mean, read.source)
+            pools[read.source] = mean.output[0]
         else:
-            nodes.append(helper.make_node("GlobalAveragePool", [name], [result]))
-        return pools.setdefault(name, result)
+            graph.proto.node.remove(mean)
+    graph.forget(name for mean in means for name in mean.output)
 
-    for node in graph.node:
-        if node.op_type == "GlobalAveragePool":
-            pool(node.input[0], into=node.output[0])
+    scale, shift = (np.concatenate([getattr(read, name) for read in reads]) for name in ("scale", "shift"))
+    last, scale, shift = _take_in(graph, join, scale, shift)
+    chain = Chain(graph, last)
+    groups = [[name for name in pooled if graph.is_blocked(name) == blocked] for blocked in (True, False)]
+    joined = [chain.add("Concat", [pools[name] for name in group], axis=1) for group in groups if group]
+    joined = [chain.add("Concat", joined, axis=1)] if len(joined) > 1 else joined
+    starts = _starts(graph, [name for group in groups for name in group])
+    ranges = [(starts[part], graph.channels(part)) for read in reads for part in graph.parts(read.source)]
+    wanted = np.concatenate([np.arange(start, start + length) for start, length in ranges])
+    total = sum(map(graph.channels, pooled))
+    if wanted.tolist() != list(range(total)):
+        size = math.gcd(*(number for pair in ranges for number in pair))  # channels are moved in pieces of that many
+        joined = [chain.add("Reshape", joined, np.array([0, total // size, size]))]
+        joined = [chain.add("Gather", joined, wanted[::size] // size, axis=1)]
+    chain.add("Flatten", joined, axis=1)
+    if np.any(scale != 1):
+        chain.add("Mul", [chain.end], scale.astype(np.float32))
+    if np.any(shift != 0):
+        chain.add("Add", [chain.end], shift.astype(np.float32))
+    chain.replace(last)
+
+
+def _choose(graph: Graph, sources: list[str]) -> list[str]:
+    """Return the activations to be pooled so that each of those asked for is in one of them."""
+    order = {name: index for index, node in enumerate(graph.proto.node) for name in node.output}
+    covered: set[str] = set()
+    pooled: set[str] = set()
+    # What holds others comes behind them.
+    for name in sorted(set(sources), key=lambda name: order.get(name, -1), reverse=True):
+        if not covered.issuperset(graph.parts(name)):
+            pooled.add(name)
+            covered.update(graph.parts(name))
+    return [name for name in dict.fromkeys(sources) if name in pooled]
+
+
+def _starts(graph: Graph, pooled: list[str]) -> dict[str, int]:
+    """Return where the first channel of each part is when activations are joined."""
+    starts: dict[str, int] = {}
+    start = 0
+    for part in (part for name in pooled for part in graph.parts(name)):
+        starts.setdefault(part, start)
+        start += graph.channels(part)
+    return starts
+
+
+def _through_norm(graph: Graph, name: str) -> _Read:
+    """Return how the mean of what a batch norm makes of tensors side by side follows from theirs."""
+    norm, channels = graph.makers.get(name), graph.channels(name)
+    if norm is not None and norm.op_type == "BatchNormalization" and is_join(graph.makers.get(norm.input[0])):
+        values = [graph.constant(constant) for constant in norm.input[1:]]
+        if not any(value is None for value in values):
+            gamma, beta, mean, variance = (np.asarray(value, np.float64) for value in values)
+            epsilon = next((attribute.f for attribute in norm.attribute if attribute.name == "epsilon"), 1e-5)
+            scale = gamma / np.sqrt(variance + epsilon)
+            return _Read(norm.input[0], scale, beta - mean * scale)
+    return _Read(name, np.ones(channels), np.zeros(channels))
+
+
+def _take_in(
+    graph: Graph, node: NodeProto, scale: NDArray[np.float64], shift: NDArray[np.float64]
+) -> tuple[NodeProto, NDArray[np.float64], NDArray[np.float64]]:
+    """Follow a vector while it is only multiplied by constants and added to them; return the last node and what it comes to."""
+    while graph.uses[node.output[0]] == 1:
+        user = next((user for user in graph.proto.node if node.output[0] in user.input), None)
+        if user is None or user.op_type not in ("Mul", "Add", "Sub") or user.input[0] != node.output[0]:
+            break
+        constant = graph.constant(user.input[1])
+        if constant is None or constant.shape not in ((), scale.shape):
+            break
+        value: NDArray[np.float64] = np.asarray(constant, np.float64)
+        if user.op_type == "Mul":
+            scale, shift = scale * value, shift * value
         else:
-            nodes.append(node)
-    made = GraphProto(node=nodes)  # holds copies
-    del graph.node[:]
-    graph.node.extend(made.node)
+            shift = shift + value if user.op_type == "Add" else shift - value
+        graph.proto.node.remove(node)
+        graph.forget(node.output)
+        node = user
+    return node, scale, shift
 
 
-def _is_join(node: NodeProto | None) -> TypeGuard[NodeProto]:
-    """Whether a node puts channels side by side."""
-    return node is not None and node.op_type == "Concat" and node.attribute[0].i == 1
-
-
-def _is_over_positions(node: NodeProto, ranks: dict[str, int], axes: dict[str, list[int]]) -> bool:
-    """Whether a node is the mean over all dimensions behind batch and channels, which it drops."""
-    if node.op_type != "ReduceMean" or len(node.input) != 2:
-        return False
-    rank = ranks.get(node.input[0], 0)
-    keeps = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
-    over = sorted(axis % rank for axis in axes.get(node.input[1], [])) if rank > 2 else []
-    return bool(over) and over == list(range(2, rank)) and not keeps
-
-
-def _whole_numbers(graph: GraphProto) -> dict[str, list[int]]:
-    """Return the constants of a graph that are lists of whole numbers, by name."""
-    from onnx import TensorProto, numpy_helper
-
-    lists = (tensor for tensor in graph.initializer if tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1)
-    return {tensor.name: numpy_helper.to_array(tensor).tolist() for tensor in lists}
+def _to_pool(mean: NodeProto, source: str) -> None:
+    mean.op_type = "GlobalAveragePool"
+    del mean.input[:], mean.attribute[:]
+    mean.input.append(source)
