@@ -48,6 +48,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`."""
+        if (
+            not self.kwargs
+            and len(self.args) == 1
+            and isinstance(self.args[0], Tensor)
+            and self.args[0].device == device
+        ):
+            return self
         move = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.kwargs.items()}
         return Batch(tuple(value.to(device) if isinstance(value, Tensor) else value for value in self.args), move)
 

@@ -16,8 +16,7 @@ import copy
 import operator
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise, zip_longest
 from threading import get_ident
@@ -32,7 +31,7 @@ from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
 from neuralmean.layers import Layer, unwrap
-from neuralmean.recording import Exits, Plan, Recording, Seen
+from neuralmean.recording import Exits, Memory, Plan, Recording, Seen
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
 from neuralmean.stand_ins import Pass, StandIns
 
@@ -100,13 +99,16 @@ class Recorder:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
         sink = _Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        with evaluating(self._core, self._plan.modules()), sink.attached():
+        with evaluating(self._core, self._plan.modules()):
             try:
+                sink.attach()
                 output = model(*batch.args, **batch.kwargs)
             except _Stop as stop:
                 if stop.sink is not sink:
                     raise
                 output = None
+            finally:
+                sink.detach()
         if sink.called_by_keyword:  # now known, and read with the keywords from here on
             self._plan.by_keyword |= sink.called_by_keyword
             return self._run(batch, exits)
@@ -184,17 +186,19 @@ class _Sink:
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
-        self.mask = None if batch is None else batch.mask
-        self.size = 0 if batch is None else len(batch)
+        self.mask, self.size = (None, 0) if batch is None else (batch.mask, len(batch))
+        self.memory: Memory | None = None
         self.slots: Sequence[Tensor] = ()
         self.clear()
         if batch is not None and not variance and self.mask is None:
-            device = batch.first.device
-            self.buffer, self.slots = plan.take_buffer(self.size, device)
-            self.seen = plan.seen(self.size, device)
-        self.depths = () if exits is None else tuple(exits.depths)
-        self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
-        self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
+            self.memory = plan.take_memory(self.size, batch.first.device)
+            self.slots, self.seen = self.memory.parts, self.memory.seen
+        self.depths: tuple[int, ...] = ()
+        self.exits_end = 0  # no exit looks at later layers
+        if exits is not None:
+            self.depths = tuple(exits.depths)
+            self.exits_end = self.depths[-1] if self.depths else 0
+            self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -206,19 +210,7 @@ class _Sink:
         self.feature: Tensor | None = None
         self.logits: Tensor | None = None
         self.stopped_at: int | None = None
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Listen to the layers inside the block."""
-        try:
-            self.attach()
-            yield
-        finally:
-            for key, *dicts in self.places:
-                for hooks in dicts:
-                    hooks.pop(key, None)
-            if self.stand_ins is not None:
-                self.stand_ins.leave(self)
+        self.is_plain = True  # every activation so far is summed up in its slot
 
     def attach(self) -> None:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
@@ -242,6 +234,14 @@ class _Sink:
             self.places.append((key, module._forward_hooks, module._forward_hooks_with_kwargs))
             module._forward_hooks_with_kwargs[key] = True
             module._forward_hooks[key] = self._head_hook
+
+    def detach(self) -> None:
+        """Take away what `attach` put there, whole or in part."""
+        for key, *dicts in self.places:
+            for hooks in dicts:
+                hooks.pop(key, None)
+        if self.stand_ins is not None:
+            self.stand_ins.leave(self)
 
     def _input_hook(self, index: int) -> Callable[..., None]:
         thread, add, keywords = self.thread, self.add, index in self.plan.by_keyword
@@ -303,6 +303,7 @@ class _Sink:
 
     def _add_any(self, index: int, activation: Tensor | None) -> None:
         """Add an activation of any type, and remember its shape if it is a plain one."""
+        self.is_plain = False
         layer = self.layers[index]
         if activation is None:
             raise InputError(
@@ -322,7 +323,7 @@ class _Sink:
         if part is not None:
             return
         dims = positions(activation.dim(), layer.channels_last)
-        if self.slots and dims and mean.shape == self.slots[index].shape and mean.device == self.buffer.device:
+        if self.memory and dims and mean.shape == self.slots[index].shape and mean.device == self.memory.device:
             self.seen[index] = Seen(activation.shape, dims, activation.numel() // mean.numel())
         if index < self.exits_end:
             self._look_at_exits(index)
@@ -339,9 +340,8 @@ class _Sink:
 
     def _join(self, parts: Sequence[Tensor | None], counts: Sequence[int], depth: int) -> Tensor:
         """Return the statistics of the first `depth` layers side by side."""
-        if self.slots and parts is self.parts and all(map(operator.is_, parts[:depth], self.slots)):
-            width = sum(self.plan.widths[:depth])
-            return self.buffer[:, :width] / self.plan.divisor(tuple(counts[:depth]), self.buffer.device)
+        if self.memory and parts is self.parts and all(map(operator.is_, parts[:depth], self.slots)):
+            return self.memory.sums(depth) / self.plan.divisor(tuple(counts[:depth]), self.memory.device)
         found = zip((part for part in parts[:depth] if part is not None), counts, strict=False)
         return torch.cat([part / count if count > 1 else part for part, count in found], dim=1)
 
@@ -349,15 +349,16 @@ class _Sink:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
         depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
         layers = self.layers[:depth]
-        for layer, part, slot in zip_longest(layers, self.parts[:depth], self.slots[:depth]):
-            if part is None or part is not slot:
-                self._check(layer, part)
-        if max(self.calls) > 1:
-            self.plan.repeated |= {index for index, calls in enumerate(self.calls) if calls > 1}
+        if not self.is_plain or self.calls.count(1) < depth:
+            for layer, part, slot in zip_longest(layers, self.parts[:depth], self.slots[:depth]):
+                if part is None or part is not slot:
+                    self._check(layer, part)
+            if max(self.calls) > 1:
+                self.plan.repeated |= {index for index, calls in enumerate(self.calls) if calls > 1}
         variance = self._join(self.variances, self.calls, depth) if self.variance else None
         mean = self._join(self.parts, self.counts, depth)
-        if self.slots:
-            self.plan.give_back(self.buffer, self.slots)
+        if self.memory:
+            self.plan.give_back(self.memory)
         return Recording(output, layers, mean, variance, self.feature, self.logits, self.stopped_at)
 
     def _check(self, layer: Layer, part: Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +61,7 @@ class Plan:
         self.repeated: frozenset[int] = frozenset()
         self._seen: dict[tuple[int, torch.device], list[Seen | None]] = {}
         self._latest: list[Seen | None] = [None] * len(self.layers)
-        self._buffers: dict[tuple[int, torch.device], tuple[Tensor, Sequence[Tensor]]] = {}
+        self._memories: dict[tuple[int, torch.device], Memory] = {}
         self._divisors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
@@ -96,7 +97,19 @@ class Plan:
             ]
         return self._watched
 
-    def seen(self, size: int, device: torch.device) -> list[Seen | None]:
+    def take_memory(self, size: int, device: torch.device) -> Memory:
+        """Return memory for the sums of one pass: fresh, or of an earlier pass."""
+        known = self._memories.pop((size, device), None)
+        return Memory(size, device, self.widths, self._seen_in(size, device)) if known is None else known
+
+    def give_back(self, memory: Memory) -> None:
+        """Keep memory that nobody looks at any more for a later pass, if it is small."""
+        if memory.is_small:
+            if len(self._memories) > 8:
+                self._memories.clear()
+            self._memories[memory.size, memory.device] = memory
+
+    def _seen_in(self, size: int, device: torch.device) -> list[Seen | None]:
         """Shapes that the layers have with batches of this size, as far as another size lets expect them; filled on."""
         known = self._seen.get((size, device))
         if known is None:
@@ -105,21 +118,6 @@ class Plan:
             known = [None if seen is None else seen.of_size(size) for seen in self._latest]
             self._latest = self._seen[size, device] = known
         return known
-
-    def take_buffer(self, size: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return memory for the sums of one pass, (size, D), and the part of each layer: fresh, or of an earlier pass."""
-        known = self._buffers.pop((size, device), None)
-        if known is None:
-            buffer = torch.empty(size, sum(self.widths), device=device)
-            known = buffer, torch.split(buffer, self.widths, dim=1)
-        return known
-
-    def give_back(self, buffer: Tensor, parts: Sequence[Tensor]) -> None:
-        """Keep a small buffer that nobody looks at any more for a later pass."""
-        if buffer.numel() <= _SMALL:
-            if len(self._buffers) > 8:
-                self._buffers.clear()
-            self._buffers[len(buffer), buffer.device] = buffer, parts
 
     def divisor(self, counts: tuple[int, ...], device: torch.device) -> Tensor:
         """Return how many positions each column of the first layers was summed over, (D,)."""
@@ -130,6 +128,30 @@ class Plan:
             columns = torch.tensor(counts).repeat_interleave(torch.tensor(self.widths[: len(counts)]))
             known = self._divisors[counts, device] = columns.to(device, torch.float32)
         return known
+
+
+class Memory:
+    """Where the sums of a pass go, (size, D) in all, and the shapes that they are expected to be of.
+
+    Args:
+        size: Inputs of the pass.
+        device: Where they are.
+        widths: Channels of each layer.
+        seen: Shape of each layer's activation, where one was seen.
+    """
+
+    __slots__ = ("_ends", "_whole", "device", "is_small", "parts", "seen", "size")
+
+    def __init__(self, size: int, device: torch.device, widths: Sequence[int], seen: list[Seen | None]) -> None:
+        self.size, self.device, self.seen = size, device, seen
+        self._ends = list(accumulate(widths))
+        self._whole = torch.empty(size, sum(widths), device=device)
+        self.parts = torch.split(self._whole, list(widths), dim=1)
+        self.is_small = self._whole.numel() <= _SMALL
+
+    def sums(self, depth: int) -> Tensor:
+        """Return the part of the first `depth` layers."""
+        return self._whole if depth == len(self._ends) else self._whole[:, : self._ends[depth - 1]]
 
 
 @dataclass(frozen=True)
