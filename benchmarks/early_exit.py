@@ -5,6 +5,7 @@ Needs NEURALMEAN_DATA, and NEURALMEAN_WEIGHTS for trained weights; without these
 
 from __future__ import annotations
 
+import copy
 import statistics
 from typing import Any
 
@@ -43,9 +44,11 @@ def run(*, name: str, scorers: tuple[str, ...], n: int, n_timed: int, seconds: f
                 rows.append(_measure(name, scorer, kind, (full, early), test, x, n_timed, seconds))
                 if kind == "ID":
                     rows[-1] |= _false_alarms((full, early), images["cifar10-test"])
-                print(
-                    {k: v for k, v in rows[-1].items() if k != "cost"} | {"cost": rows[-1]["cost"]["ratio"]}, flush=True
-                )
+                shown = {
+                    key: value["ratio"] if isinstance(value, dict) and "ratio" in value else value
+                    for key, value in rows[-1].items()
+                }
+                print(shown, flush=True)
     return rows
 
 
@@ -75,12 +78,14 @@ def _measure(
     full, early = detectors
     model = full.model
     singles = list(torch.split(x[:n_timed], 1))
+    frozen = copy.copy(early).freeze(singles[0])
     with torch.no_grad():
         timing = interleave(
             {
                 "plain": lambda: [model(one) for one in singles],
                 "full": lambda: [full(one) for one in singles],
                 "early": lambda: [early(one) for one in singles],
+                "frozen": lambda: [frozen(one) for one in singles],
             },
             baseline="plain",
             seconds=seconds,
@@ -97,4 +102,9 @@ def _measure(
             usual_scores = torch.cat([early(one)[1].score for one in torch.split(usual, 1)])
         row["auroc"] = evaluate(usual_scores.numpy(), scores.numpy()).auroc
         row["auroc of the full detector"] = evaluate(full.score(usual).numpy(), full.score(x).numpy()).auroc
-    return row | {"cost": timing["early"].to_dict(), "cost of the full detector": timing["full"].to_dict()}
+    row["decisions that differ when frozen"] = sum(
+        bool(frozen(one)[1].is_ood.item()) != bool(decision.is_ood.item())
+        for one, (_, decision) in zip(singles, answers, strict=False)
+    )
+    costs = {"cost": "early", "cost of the full detector": "full", "cost when frozen": "frozen"}
+    return row | {key: timing[candidate].to_dict() for key, candidate in costs.items()}

@@ -31,7 +31,7 @@ ROWS = [
         "onnx_graph",
     ],
     ["recording", "running", "fingerprint", "behind"],
-    ["stand_ins"],
+    ["stand_ins", "looking"],
     ["recorder"],
     ["reference"],
     ["discrepancy"],

@@ -37,7 +37,10 @@ def make_graph(
         [helper.make_node("Abs", ["x"], ["s0"]), *nodes],
         "shortcut",
         [helper.make_tensor_value_info("x", floats, ("n", 3, 5, 6))],
-        [helper.make_tensor_value_info(name, floats, ("n", 3 if name == "s2" else None, None, None)) for name in outputs],
+        [
+            helper.make_tensor_value_info(name, floats, ("n", 3 if name == "s2" else None, None, None))
+            for name in outputs
+        ],
         [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)

@@ -278,7 +278,7 @@ class Detector:
     def freeze(self, x: Any) -> Self:
         """Run the model as one graph from now on, without Python between its layers: faster, most of all for single inputs.
 
-        Batch norms are folded into the convolutions before them. Holds for inputs of the shape of `x` on the CPU; others go
+        Batch norms are folded into the convolutions before them; early exits stay exits. Holds for inputs of the shape of `x` on the CPU; others go
         through the model as ever. The graph is used only if it gives the model's own numbers, but for their last digits, and
         until the next `fit`. Its output carries no gradients to the weights.
 
@@ -294,7 +294,8 @@ class Detector:
             output = self._observer.observe(batch)[0]
         if not isinstance(output, Tensor):
             raise InputError(f"Expected a model whose output is a tensor to freeze, but got {type(output).__name__}.")
-        self._observer = trace(self._observer, batch.first, fold=True)
+        watch = cascade.watch_of(self)
+        self._observer = trace(self._observer, batch.first, fold=True, depths=() if watch is None else watch.depths)
         return self
 
     def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:

@@ -189,16 +189,12 @@ class _Sink:
         self.mask, self.size = (None, 0) if batch is None else (batch.mask, len(batch))
         self.memory: Memory | None = None
         self.slots: Sequence[Tensor] = ()
+        self.depths: tuple[int, ...] = () if exits is None else tuple(exits.depths)
+        self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
         self.clear()
         if batch is not None and not variance and self.mask is None:
             self.memory = plan.take_memory(self.size, batch.first.device)
             self.slots, self.seen = self.memory.parts, self.memory.seen
-        self.depths: tuple[int, ...] = ()
-        self.exits_end = 0  # no exit looks at later layers
-        if exits is not None:
-            self.depths = tuple(exits.depths)
-            self.exits_end = self.depths[-1] if self.depths else 0
-            self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -211,6 +207,8 @@ class _Sink:
         self.logits: Tensor | None = None
         self.stopped_at: int | None = None
         self.is_plain = True  # every activation so far is summed up in its slot
+        if self.depths:
+            self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def attach(self) -> None:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
@@ -393,13 +391,21 @@ class RecordingModule(nn.Module):
         variance: Whether to record variances too.
         head: Name of the layer that gives the logits, where those are wanted.
         behind: Whether to read batch norms behind them, so that they can be folded; means come out of `undo` then.
+        exits: What is asked, and must not stop the pass, once its first layers have been seen.
     """
 
     factor: Tensor
     offset: Tensor
 
     def __init__(
-        self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None, behind: bool = False
+        self,
+        core: nn.Module,
+        layers: Sequence[Layer],
+        *,
+        variance: bool,
+        head: str | None,
+        behind: bool = False,
+        exits: Exits | None = None,
     ) -> None:
         super().__init__()
         self.model = shared_copy(core).eval()
@@ -412,7 +418,7 @@ class RecordingModule(nn.Module):
             self.register_buffer("offset", found.offset.to(device), persistent=False)
         plan = Plan(self.model, layers if found is None else found.layers)
         plan.by_keyword = frozenset(range(len(layers)))
-        self._sink = _Sink(plan, None, variance=variance, head=head)
+        self._sink = _Sink(plan, None, variance=variance, head=head, exits=exits)
         self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
         self._sink.attach()
 
@@ -426,9 +432,14 @@ class RecordingModule(nn.Module):
         sink.clear()
         return output, recorded
 
-    def undo(self, means: Tensor) -> Tensor:
-        """Return the means of the watched layers, (N, D), given those that were recorded, side by side."""
-        return means * self.factor + self.offset if self._is_behind else means
+    def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
+        """Return the means of the watched layers, or of the first `depth`, given what was recorded, side by side."""
+        if not self._is_behind:
+            return means
+        if depth is None:
+            return means * self.factor + self.offset
+        width = sum(layer.channels for layer in self._layers[:depth])
+        return means * self.factor[:width] + self.offset[:width]
 
     def to_recording(self, output: Any, recorded: Any, size: int) -> Recording:
         """Turn what `forward` returned into a recording."""

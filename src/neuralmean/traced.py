@@ -8,6 +8,7 @@ raised no doubt (nothing depends on the values or shapes of a tensor) and if the
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from neuralmean.channels import main_tensor
 from neuralmean.data import Batch
 from neuralmean.errors import InputError
 from neuralmean.layers import unwrap
+from neuralmean.looking import Looks, run_with_exits
 from neuralmean.observer import Observer, Rows
 from neuralmean.recorder import RecordingModule
 from neuralmean.recording import Exits
@@ -34,36 +36,42 @@ class TracedObserver(Observer):
         observer: The observer of the model; its head has been looked for already.
         graph: What `trace` made.
         shape: Of one input.
+        depths: How many of the first layers each exit in the graph looks at.
     """
 
-    def __init__(self, observer: Observer, graph: Any, shape: torch.Size) -> None:
+    def __init__(self, observer: Observer, graph: Any, shape: torch.Size, depths: Sequence[int] = ()) -> None:
         recorder = observer.recorder
         super().__init__(recorder.model, observer.layers, variance=recorder.variance, head=recorder.head)
-        self._graph, self._shape = graph, shape
+        self._graph, self._shape, self._depths = graph, shape, tuple(depths)
 
     def around(self, observer: Observer) -> TracedObserver:
         """Return the same for another observer of the same model, or of one that shares its tensors."""
-        return TracedObserver(observer, self._graph, self._shape)
+        return TracedObserver(observer, self._graph, self._shape, self._depths)
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, Rows]:
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
         x = batch.first
         fits = x.dtype is torch.float32 and x.shape[1:] == self._shape and x.device.type == "cpu"
-        if not fits or exits is not None or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
+        fits = fits and (exits is None or tuple(exits.depths) == self._depths)
+        if not fits or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
         with torch.no_grad():
-            output, rows = _read(self._graph(x))
+            if exits is None:
+                output, rows = _read(self._graph(x))
+            else:
+                output, rows = run_with_exits(exits, lambda: _read(self._graph(x)), lambda means: (None, Rows(means)))
         self._check_finite(rows.means, name)
         return output, rows
 
 
-def trace(observer: Observer, example: Tensor, *, fold: bool = False) -> TracedObserver:
+def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Sequence[int] = ()) -> TracedObserver:
     """Return an observer that runs the model as a graph.
 
     Args:
         observer: The observer of the model.
         example: Inputs, shape (N, ...); only the shape of one counts.
         fold: Whether batch norms may be folded into the convolutions before them: faster, and the last digit may differ.
+        depths: Where the graph may be left: how many of the first layers each exit looks at.
 
     Raises:
         InputError: The model cannot be a graph, or not safely.
@@ -79,7 +87,8 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False) -> TracedO
     try:
         with torch.no_grad():
             observer.observe(Batch((first,)))  # finds the head
-            traced = TracedObserver(observer, _make_graph(observer, first, fold=fold), example.shape[1:])
+            graph = _make_graph(_Graph(observer, fold=fold, depths=depths), first)
+            traced = TracedObserver(observer, graph, example.shape[1:], depths)
             for x in others:
                 _compare(observer.observe(Batch((x,))), traced.observe(Batch((x,))))
     except Exception as error:  # whatever a model or torch has against it
@@ -88,10 +97,10 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False) -> TracedO
     return traced
 
 
-def _make_graph(observer: Observer, x: Tensor, *, fold: bool) -> Any:
+def _make_graph(module: _Graph, x: Tensor) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graph = torch.jit.freeze(torch.jit.trace(_Graph(observer, fold=fold), (x,), check_trace=False))  # type: ignore[no-untyped-call]
+        graph = torch.jit.freeze(torch.jit.trace(module, (x,), check_trace=False))  # type: ignore[no-untyped-call]
     doubts = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
     if doubts:  # something depends on a value or a shape
         raise InputError(doubts[0])
@@ -101,16 +110,26 @@ def _make_graph(observer: Observer, x: Tensor, *, fold: bool) -> Any:
 class _Graph(nn.Module):
     """The model with its reductions as a function of one tensor to a fixed number of tensors."""
 
-    def __init__(self, observer: Observer, *, fold: bool) -> None:
+    def __init__(self, observer: Observer, *, fold: bool, depths: Sequence[int]) -> None:
         super().__init__()
         recorder = observer.recorder
+        self._looks = Looks(depths) if depths else None
         self._module = RecordingModule(
-            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head, behind=fold
+            unwrap(recorder.model),
+            recorder.layers,
+            variance=recorder.variance,
+            head=recorder.head,
+            behind=fold,
+            exits=self._looks,
         )
+        if self._looks is not None:
+            self._looks.undo = self._module.undo
         self.eval()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return output, means, variances, logits and feature; what is not recorded is empty."""
+        """Return output, means, variances, logits, feature and what the exits left; what is not recorded is empty."""
+        if self._looks is not None:
+            self._looks.made.clear()
         output, (means, variances, calls, feature, logits) = self._module((x,), {}, None)
         main = main_tensor(output)
         if main is None or any(part is None for part in means) or set(calls) != {1}:
@@ -118,11 +137,12 @@ class _Graph(nn.Module):
         nothing = x.new_zeros(0)
         joined = nothing if variances[0] is None else torch.cat(variances, dim=1)
         optional = (nothing if tensor is None else tensor for tensor in (logits, feature))
-        return (main, self._module.undo(torch.cat(means, dim=1)), joined, *optional)
+        looks = () if self._looks is None else self._looks.made
+        return (main, self._module.undo(torch.cat(means, dim=1)), joined, *optional, *looks)
 
 
-def _read(parts: tuple[Tensor, ...]) -> tuple[Tensor, Rows]:
-    output, means, *optional = parts
+def _read(parts: tuple[Tensor, ...]) -> tuple[Any, Rows]:
+    output, means, *optional = parts[:5]
     return output, Rows(means, *(None if tensor.dim() == 1 else tensor for tensor in optional))
 
 
