@@ -278,9 +278,9 @@ class Detector:
     def freeze(self, x: Any) -> Self:
         """Run the model as one graph from now on, without Python between its layers: faster, most of all for single inputs.
 
-        Batch norms are folded into the convolutions before them; early exits stay exits. Holds for inputs of the shape of `x` on the CPU; others go
-        through the model as ever. The graph is used only if it gives the model's own numbers, but for their last digits, and
-        until the next `fit`. Its output carries no gradients to the weights.
+        Batch norms are folded into the convolutions before them; early exits stay exits. Holds for inputs of the shape of `x` on
+        the CPU; others go through the model as ever. The graph is used only if it gives the model's own numbers, but for their
+        last digits, and until the next `fit`. Its output carries no gradients to the weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).
