@@ -13,12 +13,11 @@ concatenation per layer. Whatever is not plain (another type, a mask, a second c
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count, pairwise, zip_longest
+from itertools import count, pairwise
 from threading import get_ident
 from typing import Any, cast
 
@@ -27,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from neuralmean.behind import read_behind
-from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor, positions
+from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
 from neuralmean.layers import Layer, unwrap
-from neuralmean.recording import Exits, Memory, Plan, Recording, Seen
+from neuralmean.recording import Exits, Memory, Plan, Recording, Slot, is_plain
 from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
 from neuralmean.stand_ins import Pass, StandIns
 
@@ -188,25 +187,24 @@ class _Sink:
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
         self.mask, self.size = (None, 0) if batch is None else (batch.mask, len(batch))
         self.memory: Memory | None = None
-        self.slots: Sequence[Tensor] = ()
+        self.slots: list[Slot | None]
         self.depths: tuple[int, ...] = () if exits is None else tuple(exits.depths)
         self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
-        self.clear()
         if batch is not None and not variance and self.mask is None:
             self.memory = plan.take_memory(self.size, batch.first.device)
-            self.slots, self.seen = self.memory.parts, self.memory.seen
+        self.clear()
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self.parts: list[Tensor | None] = [None] * len(self.layers)  # sums over positions, or means
-        self.counts = [1] * len(self.layers)  # what each part is divided by in the end
-        self.calls = [0] * len(self.layers)
-        self.variances: list[Tensor | None] = [None] * len(self.layers)
+        # Of plain activations that are still to come.
+        self.slots = self.memory.slots.copy() if self.memory else [None] * len(self.layers)
+        self.parts: dict[int, Tensor] = {}  # means of the others, added up over the calls of their layers
+        self.variances: dict[int, Tensor] = {}
+        self.calls: dict[int, int] = {}
         self.called_by_keyword: frozenset[int] = frozenset()
         self.feature: Tensor | None = None
         self.logits: Tensor | None = None
         self.stopped_at: int | None = None
-        self.is_plain = True  # every activation so far is summed up in its slot
         if self.depths:
             self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
@@ -214,8 +212,8 @@ class _Sink:
         """Put the hooks on the layers; where one may be is in `places` before it is there."""
         plan = self.plan
         # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
-        served = self.stand_ins.enter(self) if self.stand_ins is not None and self.slots else frozenset()
-        for index, watched in enumerate(plan.watched()):
+        served = self.stand_ins.enter(self) if self.stand_ins is not None and self.memory else frozenset()
+        for index, watched in enumerate(plan.watched() if len(served) < len(self.layers) else ()):
             if index in served:
                 continue
             module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
@@ -280,28 +278,24 @@ class _Sink:
         fits = self.mask is not None and activation.dim() == 3 and activation.shape[:2] == self.mask.shape
         return self.mask if fits else None
 
-    def add(self, index: int, activation: Tensor | None) -> bool:
-        """Add an activation, and tell whether it is as plain as those that were here before."""
-        if self.slots and self.parts[index] is None:
-            seen = self.seen[index]
-            if (
-                seen is not None
-                and type(activation) is Tensor
-                and activation.shape == seen.shape
-                and activation.dtype is torch.float32
-            ):
-                plain = activation.detach() if activation.requires_grad else activation
-                self.parts[index] = torch.sum(plain, seen.dims, out=self.slots[index])
-                self.counts[index], self.calls[index] = seen.count, 1
-                if index < self.exits_end:
-                    self._look_at_exits(index)
-                return True
-        self._add_any(index, activation)
-        return False
+    def add(self, index: int, activation: Tensor | None) -> None:
+        """Add an activation of a layer."""
+        slot = self.slots[index]
+        if slot is not None and is_plain(activation, slot):
+            self.fill(index, slot, cast(Tensor, activation))
+        else:
+            self.add_any(index, activation)
 
-    def _add_any(self, index: int, activation: Tensor | None) -> None:
-        """Add an activation of any type, and remember its shape if it is a plain one."""
-        self.is_plain = False
+    def fill(self, index: int, slot: Slot, activation: Tensor) -> None:
+        """Add the plain activation that a slot is for."""
+        plain = activation.detach() if activation.requires_grad else activation
+        torch.sum(plain, slot.dims, out=slot.sums)
+        self.slots[index] = None
+        if index < self.exits_end:
+            self._look_at_exits(index)
+
+    def add_any(self, index: int, activation: Tensor | None) -> None:
+        """Add an activation of any kind, and expect its like from now on."""
         layer = self.layers[index]
         if activation is None:
             raise InputError(
@@ -311,73 +305,90 @@ class _Sink:
         mask = self._mask_for(activation) if layer.channels_last else None
         if self.variance:
             mean, variance = channel_mean_variance(activation, channels_last=layer.channels_last, mask=mask)
-            known = self.variances[index]
-            self.variances[index] = variance if known is None else known + variance
+            self.variances[index] = variance + self.variances[index] if index in self.variances else variance
         else:
             mean = channel_mean(activation, channels_last=layer.channels_last, mask=mask)
-        part, calls = self.parts[index], self.calls[index]
-        self.parts[index] = mean if part is None else part * (calls / self.counts[index]) + mean
-        self.counts[index] = self.calls[index] = calls + 1
-        if part is not None:
-            return
-        dims = positions(activation.dim(), layer.channels_last)
-        if self.memory and dims and mean.shape == self.slots[index].shape and mean.device == self.memory.device:
-            self.seen[index] = Seen(activation.shape, dims, activation.numel() // mean.numel())
-        if index < self.exits_end:
+        self._take_out(index)
+        first = index not in self.parts
+        self.parts[index] = mean if first else self.parts[index] + mean
+        self.calls[index] = self.calls.get(index, 0) + 1
+        if first and self.memory and mean.device == self.memory.device:
+            self.memory.expect(index, activation.shape)
+        if first and index < self.exits_end:
             self._look_at_exits(index)
+
+    def _take_out(self, index: int) -> None:
+        """Make a part of what is in the slot of a layer, which nothing goes into any more."""
+        slot = self.memory.slots[index] if self.memory else None
+        if slot is not None and self.slots[index] is None and index not in self.parts:
+            self.parts[index], self.calls[index] = slot.sums / slot.n_positions, 1
+        self.slots[index] = None
 
     def _look_at_exits(self, index: int) -> None:
         """Ask the next exit whether to stop, once all of its layers have been seen."""
         depths, exits = self.depths, cast(Exits, self.exits)
         self.waiting[bisect_right(depths, index)] -= 1
         while self.next_exit < len(depths) and self.waiting[self.next_exit] == 0:
-            if exits.should_stop(self.next_exit, self._join(self.parts, self.counts, depths[self.next_exit])):
+            if exits.should_stop(self.next_exit, self._means(depths[self.next_exit])):
                 self.stopped_at = self.next_exit
                 raise _Stop(self)
             self.next_exit += 1
 
-    def _join(self, parts: Sequence[Tensor | None], counts: Sequence[int], depth: int) -> Tensor:
-        """Return the statistics of the first `depth` layers side by side."""
-        if self.memory and parts is self.parts and all(map(operator.is_, parts[:depth], self.slots)):
-            return self.memory.sums(depth) / self.plan.divisor(tuple(counts[:depth]), self.memory.device)
-        found = zip((part for part in parts[:depth] if part is not None), counts, strict=False)
-        return torch.cat([part / count if count > 1 else part for part, count in found], dim=1)
+    def _is_filled(self, depth: int) -> bool:
+        """Whether the sums of the first `depth` layers are in their slots, all of them."""
+        memory = self.memory
+        return bool(memory and not self.parts and not any(self.slots[:depth]) and all(memory.slots[:depth]))
+
+    def _means(self, depth: int) -> Tensor:
+        """Return the means of the first `depth` layers side by side, all of which have fired."""
+        if self.memory and self._is_filled(depth):
+            return self.memory.means(depth)
+        for index in range(depth):
+            self._take_out(index)
+        return self._join(self.parts, depth)
+
+    def _join(self, parts: Mapping[int, Tensor], depth: int) -> Tensor:
+        calls = [self.calls[index] for index in range(depth)]
+        return torch.cat([parts[i] / n if n > 1 else parts[i] for i, n in enumerate(calls)], dim=1)
 
     def finish(self, output: Any) -> Recording:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
         depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
-        layers = self.layers[:depth]
-        if not self.is_plain or self.calls.count(1) < depth:
-            for layer, part, slot in zip_longest(layers, self.parts[:depth], self.slots[:depth]):
-                if part is None or part is not slot:
-                    self._check(layer, part)
-            if max(self.calls) > 1:
-                self.plan.repeated |= {index for index, calls in enumerate(self.calls) if calls > 1}
-        variance = self._join(self.variances, self.calls, depth) if self.variance else None
-        mean = self._join(self.parts, self.counts, depth)
+        if not self._is_filled(depth):
+            self._check(depth)
+        mean = self._means(depth)
+        variance = self._join(self.variances, depth) if self.variance else None
+        if self.calls and max(self.calls.values()) > 1:
+            self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
         if self.memory:
             self.plan.give_back(self.memory)
-        return Recording(output, layers, mean, variance, self.feature, self.logits, self.stopped_at)
+        return Recording(output, self.layers[:depth], mean, variance, self.feature, self.logits, self.stopped_at)
 
-    def _check(self, layer: Layer, part: Tensor | None) -> None:
-        if part is None:
-            silent = [layer.name for layer, part in zip(self.layers, self.parts, strict=True) if part is None]
+    def _check(self, depth: int) -> None:
+        """Raise unless the first `depth` layers have fired, with as many rows and channels as expected."""
+        layers = self.layers[:depth]
+        for index, slot in enumerate(self.slots[:depth]):
+            if slot is None:  # not one that is still waiting
+                self._take_out(index)
+        silent = [layer.name for index, layer in enumerate(layers) if index not in self.parts]
+        if silent:
             shown = ", ".join(map(repr, silent[:3])) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise LayerNotFiredError(
                 f"Expected every watched layer to run in the forward pass, but {shown} did not. It may be used in "
                 "training only, bypassed by a fused kernel or inside a compiled submodule; choose others with `layers`."
             )
-        rows, channels = part.shape
-        if channels != layer.channels:
-            raise InputError(
-                f"Expected {layer.channels} channels in layer {layer.name!r}, but its activation has {channels}. "
-                "Its channels are not where neuralmean looks for them; leave it out of `layers`."
-            )
-        if rows != self.size:
-            raise InputError(
-                f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has {rows}. "
-                "neuralmean needs the batch as first dimension; leave the layer out of `layers`."
-            )
+        for index, layer in enumerate(layers):
+            rows, channels = self.parts[index].shape
+            if channels != layer.channels:
+                raise InputError(
+                    f"Expected {layer.channels} channels in layer {layer.name!r}, but its activation has {channels}. "
+                    "Its channels are not where neuralmean looks for them; leave it out of `layers`."
+                )
+            if rows != self.size:
+                raise InputError(
+                    f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has "
+                    f"{rows}. neuralmean needs the batch as first dimension; leave the layer out of `layers`."
+                )
 
 
 class RecordingModule(nn.Module):
@@ -428,7 +439,8 @@ class RecordingModule(nn.Module):
         sink.clear()
         sink.mask = mask
         output = self.model(*args, **kwargs)
-        recorded = (sink.parts, sink.variances, sink.calls, sink.feature, sink.logits)
+        found = ([part.get(index) for index in range(len(self._layers))] for part in (sink.parts, sink.variances, sink.calls))
+        recorded = (*found, sink.feature, sink.logits)
         sink.clear()
         return output, recorded
 
@@ -445,7 +457,9 @@ class RecordingModule(nn.Module):
         """Turn what `forward` returned into a recording."""
         sink = copy.copy(self._sink)
         sink.size = size
-        sink.parts, sink.variances, sink.calls = (list(part) for part in recorded[:3])
-        sink.counts, (sink.feature, sink.logits) = sink.calls, recorded[3:]
+        sink.parts, sink.variances, sink.calls = (
+            {index: value for index, value in enumerate(part) if value is not None} for part in recorded[:3]
+        )
+        sink.feature, sink.logits = recorded[3:]
         recording = sink.finish(output)
         return replace(recording, layers=self._layers, mean=self.undo(recording.mean))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from neuralmean.channels import positions
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
 from neuralmean.lean import Forward, lean_forward
@@ -51,6 +53,20 @@ class Exits(Protocol):
         """Whether to stop at exit `index`, given the channel means of its layers, (N, D')."""
 
 
+class Slot(NamedTuple):
+    """Where the sums of a layer's activation go, if the activation is a plain one of the shape that is expected."""
+
+    shape: torch.Size
+    dims: tuple[int, ...]  # of the positions
+    n_positions: int
+    sums: Tensor  # (N, C)
+
+
+def is_plain(activation: Any, slot: Slot) -> bool:
+    """Whether an activation can be summed up in a slot at once."""
+    return type(activation) is Tensor and activation.shape == slot.shape and activation.dtype is torch.float32
+
+
 class Plan:
     """What the passes of one recorder share: where the layers are, and the shapes that were seen in them."""
 
@@ -59,10 +75,8 @@ class Plan:
         self.widths = [layer.channels for layer in layers]
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
-        self._seen: dict[tuple[int, torch.device], list[Seen | None]] = {}
-        self._latest: list[Seen | None] = [None] * len(self.layers)
+        self._shapes: list[torch.Size | None] = [None] * len(self.layers)  # the latest, of one input
         self._memories: dict[tuple[int, torch.device], Memory] = {}
-        self._divisors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
         self._modules: list[nn.Module] = []
@@ -98,60 +112,65 @@ class Plan:
         return self._watched
 
     def take_memory(self, size: int, device: torch.device) -> Memory:
-        """Return memory for the sums of one pass: fresh, or of an earlier pass."""
+        """Return memory for the sums of one pass: of an earlier pass, or fresh, with the shapes of the latest pass."""
         known = self._memories.pop((size, device), None)
-        return Memory(size, device, self.widths, self._seen_in(size, device)) if known is None else known
+        if known is None:
+            known = Memory(size, device, self.layers)
+            for index, shape in enumerate(self._shapes):
+                if shape is not None:
+                    known.expect(index, torch.Size((size, *shape)))
+        return known
 
     def give_back(self, memory: Memory) -> None:
         """Keep memory that nobody looks at any more for a later pass, if it is small."""
+        self._shapes = memory.shapes()
         if memory.is_small:
             if len(self._memories) > 8:
                 self._memories.clear()
             self._memories[memory.size, memory.device] = memory
 
-    def _seen_in(self, size: int, device: torch.device) -> list[Seen | None]:
-        """Shapes that the layers have with batches of this size, as far as another size lets expect them; filled on."""
-        known = self._seen.get((size, device))
-        if known is None:
-            if len(self._seen) > 64:
-                self._seen.clear()
-            known = [None if seen is None else seen.of_size(size) for seen in self._latest]
-            self._latest = self._seen[size, device] = known
-        return known
-
-    def divisor(self, counts: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return how many positions each column of the first layers was summed over, (D,)."""
-        if len(self._divisors) > 64:
-            self._divisors.clear()
-        known = self._divisors.get((counts, device))
-        if known is None:
-            columns = torch.tensor(counts).repeat_interleave(torch.tensor(self.widths[: len(counts)]))
-            known = self._divisors[counts, device] = columns.to(device, torch.float32)
-        return known
-
 
 class Memory:
-    """Where the sums of a pass go, (size, D) in all, and the shapes that they are expected to be of.
+    """Where the sums of a pass go, (size, D) in all, side by side, and what they are to be divided by.
 
     Args:
         size: Inputs of the pass.
         device: Where they are.
-        widths: Channels of each layer.
-        seen: Shape of each layer's activation, where one was seen.
+        layers: The watched layers.
     """
 
-    __slots__ = ("_ends", "_whole", "device", "is_small", "parts", "seen", "size")
-
-    def __init__(self, size: int, device: torch.device, widths: Sequence[int], seen: list[Seen | None]) -> None:
-        self.size, self.device, self.seen = size, device, seen
-        self._ends = list(accumulate(widths))
-        self._whole = torch.empty(size, sum(widths), device=device)
-        self.parts = torch.split(self._whole, list(widths), dim=1)
+    def __init__(self, size: int, device: torch.device, layers: Sequence[Layer]) -> None:
+        self.size, self.device = size, device
+        self.slots: list[Slot | None] = [None] * len(layers)  # of layers whose shape is known
+        self._layers = layers
+        self._ends = list(accumulate(layer.channels for layer in layers))
+        self._whole = torch.empty(size, self._ends[-1], device=device)
+        self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
+        self._counts: Tensor | None = None
         self.is_small = self._whole.numel() <= _SMALL
 
-    def sums(self, depth: int) -> Tensor:
-        """Return the part of the first `depth` layers."""
-        return self._whole if depth == len(self._ends) else self._whole[:, : self._ends[depth - 1]]
+    def expect(self, index: int, shape: torch.Size) -> None:
+        """Expect activations of that shape in a layer, if the channels are where they should be."""
+        channels_last, sums = self._layers[index].channels_last, self._parts[index]
+        dims = positions(len(shape), channels_last)
+        if dims and (shape[0], shape[-1 if channels_last else 1]) == tuple(sums.shape):
+            self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums)
+            self._counts = None
+
+    def shapes(self) -> list[torch.Size | None]:
+        """Return the expected shapes of one input's activations."""
+        return [None if slot is None else slot.shape[1:] for slot in self.slots]
+
+    def means(self, depth: int) -> Tensor:
+        """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""
+        end = self._ends[depth - 1]
+        if self._counts is None or len(self._counts) < end:
+            counts = torch.tensor([slot.n_positions for slot in self.slots[:depth] if slot is not None])
+            widths = torch.tensor([layer.channels for layer in self._layers[:depth]])
+            self._counts = counts.repeat_interleave(widths).to(self.device, torch.float32)
+        if depth == len(self.slots):
+            return self._whole / self._counts
+        return self._whole[:, :end] / self._counts[:end]
 
 
 @dataclass(frozen=True)
@@ -161,19 +180,6 @@ class Watched:
     module: nn.Module
     reads_input: bool
     lean: Forward | None
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Shape of a plain activation, the dimensions of its positions, and how many positions there are."""
-
-    shape: torch.Size
-    dims: tuple[int, ...]
-    count: int
-
-    def of_size(self, size: int) -> Seen:
-        """Return what a batch of another size would show."""
-        return Seen(torch.Size((size, *self.shape[1:])), self.dims, self.count)
 
 
 def _by_layer(joined: Tensor, layers: Sequence[Layer]) -> dict[str, Tensor]:

@@ -15,16 +15,20 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from neuralmean.lean import Forward
-from neuralmean.recording import Plan, Watched
+from neuralmean.recording import Plan, Slot, Watched, is_plain
 
 
 class Pass(Protocol):
     """A pass that is being recorded."""
 
     outer: Pass | None  # of the same thread, where one pass runs inside another
+    slots: list[Slot | None]  # where sums go, of layers that have not run yet
 
-    def add(self, index: int, activation: Tensor | None) -> bool:
-        """Add an activation of a layer, and tell whether it is as plain as those that were here before."""
+    def fill(self, index: int, slot: Slot, activation: Tensor) -> None:
+        """Add the plain activation that a slot is for."""
+
+    def add_any(self, index: int, activation: Tensor | None) -> None:
+        """Add any other activation."""
 
 
 class StandIns:
@@ -35,6 +39,7 @@ class StandIns:
         self._lock = threading.Lock()
         self._sinks: dict[int, Pass] = {}  # of the passes that run, by thread
         self._watched: list[Watched] = []
+        self._all: frozenset[int] = frozenset()  # layers that can be stood in for
         self._forwards: dict[int, tuple[dict[str, Any], Callable[..., Any]]] = {}  # by layer, with its attributes
 
     def enter(self, sink: Pass) -> frozenset[int]:
@@ -50,13 +55,15 @@ class StandIns:
                     for index, one in enumerate(watched)
                     if one.lean is not None
                 }
+                self._all = frozenset(self._forwards)
             sink.outer = self._sinks.get(thread)
             self._sinks[thread] = sink
-            return frozenset(
+            taken = [
                 index
                 for index, (attributes, forward) in self._forwards.items()
-                if attributes.setdefault("forward", forward) is forward
-            )
+                if attributes.setdefault("forward", forward) is not forward
+            ]
+        return self._all.difference(taken) if taken else self._all
 
     def leave(self, sink: Pass) -> None:
         """End what `enter` began; the last pass to leave takes everything away."""
@@ -76,11 +83,16 @@ class StandIns:
     def _forward(self, index: int, watched: Watched, lean: Forward) -> Callable[..., Any]:
         sinks, own, module = self._sinks, type(watched.module).forward, watched.module
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(input: Tensor) -> Any:  # noqa: A002 - as torch's norm layers call it
             sink = None if is_compiling() else sinks.get(get_ident())
             if sink is None:
-                return own(module, *args, **kwargs)
-            x: Any = args[0] if args else next(iter(kwargs.values()), None)
-            return lean(x) if sink.add(index, x) else own(module, *args, **kwargs)
+                return own(module, input)
+            slot = sink.slots[index]
+            if slot is None or not is_plain(input, slot):
+                sink.add_any(index, input)
+                return own(module, input)
+            output = lean(input)
+            sink.fill(index, slot, input)  # behind the layer, which has brought it near the processor
+            return output
 
         return forward
