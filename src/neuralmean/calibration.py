@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Calibration:
             scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:MAX_SCORES]]
         return cls(scores.detach().cpu().sort().values, float(false_alarm_rate))
 
-    @property
+    @cached_property
     def threshold(self) -> float:
         """The score above which an input is flagged."""
         return self.scores[_rank(len(self.scores), self.false_alarm_rate) - 1].item()
@@ -71,8 +71,13 @@ class Calibration:
             tensor([1.0000, 0.5500, 0.0500])
         """
         below = torch.searchsorted(self.scores, scores.detach().cpu().to(self.scores.dtype).contiguous())
-        at_least = len(self.scores) - below
-        return (1 + at_least).float() / (len(self.scores) + 1)
+        return self._by_count[below]
+
+    @cached_property
+    def _by_count(self) -> Tensor:
+        """P-values of scores with 0, 1, ..., n held-out scores below, (n + 1,)."""
+        count = len(self.scores)
+        return torch.arange(count + 1, 0, -1).float() / (count + 1)
 
 
 @lru_cache

@@ -220,12 +220,12 @@ class Watch:
 
     Args:
         cascade: The fitted cascade.
-        reference_mean: Training mean of every channel, (D,).
+        reference_mean: Training mean of every channel, (D,), in single precision.
         bar: The score above which a pass is stopped.
     """
 
     def __init__(self, cascade: CascadeScorer, reference_mean: Tensor, bar: float) -> None:
-        self._cascade, self._reference_mean, self._bar = cascade, reference_mean.float(), bar
+        self._cascade, self._reference_mean, self._bar = cascade, reference_mean, bar
         self.scores: Tensor | None = None  # (N,) the largest term so far, where an exit has one
         self.stopped = False
         self.needs = cascade.needs
@@ -255,7 +255,7 @@ def watch_of(detector: Detector) -> Watch | None:
     scorer = detector.scorer
     if not isinstance(scorer, CascadeScorer) or detector.reference is None or detector.calibration is None:
         return None
-    return Watch(scorer, detector.reference.mean, bar_of(detector.calibration))
+    return Watch(scorer, detector.reference.mean_single, bar_of(detector.calibration))
 
 
 def bar_of(calibration: Calibration) -> float:

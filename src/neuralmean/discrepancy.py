@@ -60,7 +60,8 @@ def discrepancy(means: Tensor, variances: Tensor | None, reference: Reference, s
     """Return the (N, D) vectors of `statistic`; for `"both"` NMD and NVD side by side, (N, 2 D)."""
     parts = []
     if statistic in ("mean", "both"):
-        parts.append(neural_mean_discrepancy(means, reference.mean))
+        known = reference.mean_single if means.dtype is torch.float32 else reference.mean
+        parts.append(neural_mean_discrepancy(means, known))
     if statistic in ("variance", "both"):
         if variances is None or reference.std is None:
             raise InputError(

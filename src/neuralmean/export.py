@@ -126,7 +126,7 @@ def _example(detector: Detector, example_input: Any, input_shape: Sequence[int] 
     if (example_input is None) == (input_shape is None):
         raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
     batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
-    batch = batch.to(device_of(detector.model))
+    batch = batch.to(device_of(detector.model.modules()))
     size = len(batch)
 
     def grow(value: Any) -> Any:

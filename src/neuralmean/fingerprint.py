@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -42,7 +42,8 @@ class WeightsWatch:
 
     def check(self) -> None:
         """Raise if the weights are not what they were."""
-        if self._same_tensors() and self._marks() == self._known_marks:
+        found = self._values()
+        if self._are_held(found) and self._marks(found) == self._known_marks:
             return
         if fingerprint(self._core) != self.digest:
             raise ModelMismatchError(
@@ -56,19 +57,29 @@ class WeightsWatch:
         self._stores: list[dict[str, Any]] = [
             store for m in modules for store in (m._parameters, m._buffers, m._modules)
         ]
-        self._held = list(self._values())
-        tensors = [value for value in self._held if isinstance(value, Tensor)]
-        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]  # the others have no version
-        self._tensors = tensors
-        self._known_marks = self._marks()
+        self._held = self._values()
+        places = [place for place, value in enumerate(self._held) if isinstance(value, Tensor)]
+        self._tensors_of = _getter(places)
+        # A tensor of inference mode has no version.
+        self._counted_of = _getter([place for place in places if not self._held[place].is_inference()])
+        self._known_marks = self._marks(self._held)
 
-    # Both run before every forward pass, and so without a line of Python for each tensor.
-    def _values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._stores))
+    # What follows runs with every forward pass, and so without a line of Python for each tensor.
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._stores)))
 
-    def _same_tensors(self) -> bool:
-        found = list(self._values())
-        return len(found) == len(self._held) and all(map(operator.is_, found, self._held))
+    def _are_held(self, found: list[Any]) -> bool:
+        try:
+            return found == self._held  # the same object is equal without being asked
+        except Exception:  # another tensor, which answers with a tensor  # noqa: BLE001
+            return False
 
-    def _marks(self) -> list[int]:
-        return [*map(Tensor.data_ptr, self._tensors), *map(_version, self._counted)]
+    def _marks(self, values: list[Any]) -> list[int]:
+        return [*map(Tensor.data_ptr, self._tensors_of(values)), *map(_version, self._counted_of(values))]
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return what takes the items at these places out of a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class Observer:
         return track(batches, description=f"Reading {name}", total=steps, unit="batches")
 
     def _check_finite(self, means: Tensor, name: str) -> None:
-        if torch.isfinite(means.sum()):  # one pass; a sum that overflows is looked at more closely
+        if math.isfinite(means.sum().item()):  # one pass; a sum that overflows is looked at more closely
             return
         finite = torch.isfinite(means)
         bad = (~finite).nonzero()

@@ -82,9 +82,10 @@ class Recorder:
             ModelInputError: The input has a shape or type that the model cannot take.
         """
         check_input(batch, name, tokens=self.takes_tokens)
-        batch = batch.to(device_of(self._core))
+        modules = self._plan.modules()
+        batch = batch.to(device_of(modules))
         try:
-            return self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, exits)
+            return self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, modules, exits)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -94,11 +95,11 @@ class Recorder:
                 f"{batch.first.dtype}: {reason}."
             ) from error
 
-    def _run(self, batch: Batch, exits: Exits | None) -> Recording:
+    def _run(self, batch: Batch, modules: list[nn.Module], exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
         sink = _Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        with evaluating(self._core, self._plan.modules()):
+        with evaluating(self._core, modules):
             try:
                 sink.attach()
                 output = model(*batch.args, **batch.kwargs)
@@ -110,7 +111,7 @@ class Recorder:
                 sink.detach()
         if sink.called_by_keyword:  # now known, and read with the keywords from here on
             self._plan.by_keyword |= sink.called_by_keyword
-            return self._run(batch, exits)
+            return self._run(batch, modules, exits)
         return sink.finish(output)
 
     def _run_compiled(self, batch: Batch) -> Recording:
@@ -143,7 +144,7 @@ def find_head(model: nn.Module, batch: Batch) -> str | None:
             for name, module in core.named_modules():
                 if isinstance(module, nn.Linear):
                     handles.append(module.register_forward_hook(keep(name)))
-            moved = batch.to(device_of(core))
+            moved = batch.to(device_of(core.modules()))
             result = main_tensor(core(*moved.args, **moved.kwargs))
         finally:
             for handle in handles:
@@ -424,7 +425,7 @@ class RecordingModule(nn.Module):
         found = read_behind(core, layers) if behind and not variance else None
         self._is_behind = found is not None
         if found is not None:
-            device = device_of(core)
+            device = device_of(core.modules())
             self.register_buffer("factor", found.factor.to(device), persistent=False)
             self.register_buffer("offset", found.offset.to(device), persistent=False)
         plan = Plan(self.model, layers if found is None else found.layers)
@@ -439,7 +440,9 @@ class RecordingModule(nn.Module):
         sink.clear()
         sink.mask = mask
         output = self.model(*args, **kwargs)
-        found = ([part.get(index) for index in range(len(self._layers))] for part in (sink.parts, sink.variances, sink.calls))
+        found = (
+            [part.get(index) for index in range(len(self._layers))] for part in (sink.parts, sink.variances, sink.calls)
+        )
         recorded = (*found, sink.feature, sink.logits)
         sink.clear()
         return output, recorded

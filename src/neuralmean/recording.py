@@ -75,7 +75,7 @@ class Plan:
         self.widths = [layer.channels for layer in layers]
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
-        self._shapes: list[torch.Size | None] = [None] * len(self.layers)  # the latest, of one input
+        self._latest: Sequence[Slot | None] = ()
         self._memories: dict[tuple[int, torch.device], Memory] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
@@ -116,14 +116,14 @@ class Plan:
         known = self._memories.pop((size, device), None)
         if known is None:
             known = Memory(size, device, self.layers)
-            for index, shape in enumerate(self._shapes):
-                if shape is not None:
-                    known.expect(index, torch.Size((size, *shape)))
+            for index, slot in enumerate(self._latest):
+                if slot is not None:
+                    known.expect(index, torch.Size((size, *slot.shape[1:])))
         return known
 
     def give_back(self, memory: Memory) -> None:
         """Keep memory that nobody looks at any more for a later pass, if it is small."""
-        self._shapes = memory.shapes()
+        self._latest = memory.slots
         if memory.is_small:
             if len(self._memories) > 8:
                 self._memories.clear()
@@ -156,10 +156,6 @@ class Memory:
         if dims and (shape[0], shape[-1 if channels_last else 1]) == tuple(sums.shape):
             self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums)
             self._counts = None
-
-    def shapes(self) -> list[torch.Size | None]:
-        """Return the expected shapes of one input's activations."""
-        return [None if slot is None else slot.shape[1:] for slot in self.slots]
 
     def means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""

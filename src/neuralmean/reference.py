@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -45,6 +46,11 @@ class Reference:
     std: Tensor | None
     moments: Moments | None = None
     within: Tensor | None = None
+
+    @cached_property
+    def mean_single(self) -> Tensor:
+        """The mean in single precision, that of most activations."""
+        return self.mean.float()
 
     @property
     def source(self) -> Literal["batchnorm", "data"]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
 
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_training = operator.attrgetter("training")
 _eval_lock = threading.Lock()
 _eval_users: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = weakref.WeakKeyDictionary()
 
@@ -27,7 +29,7 @@ class evaluating:  # noqa: N801 - reads as what it does; a generator would take 
     def __enter__(self) -> None:
         with _eval_lock:
             users, training = _eval_users.get(self._core, (0, []))
-            if users == 0:
+            if users == 0 and any(map(_training, self._modules)):
                 training = [module for module in self._modules if module.training]
                 for module in training:
                     module.training = False
@@ -60,19 +62,18 @@ def shared_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
-def device_of(core: nn.Module) -> torch.device:
-    """Return where the first parameter or buffer is."""
-    for kind in ("_parameters", "_buffers"):
-        for module in core.modules():
-            for tensor in module.__dict__[kind].values():
-                if tensor is not None:
-                    return cast(torch.device, tensor.device)
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Return where the first parameter or buffer of these modules is."""
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                return tensor.device
     return torch.device("cpu")
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was applied to `model`."""
-    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    while isinstance(model, _WRAPPERS):
         model = model.module
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
 

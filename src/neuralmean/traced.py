@@ -80,8 +80,10 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
     wanted = f"Expected {type(core).__name__} to be a fixed graph of its input"
     if is_compiled(observer.recorder.model):
         raise InputError(f"{wanted}, but it is compiled already.")
-    if device_of(core).type != "cpu" or example.dtype is not torch.float32:
-        raise InputError(f"{wanted}, in float32 on the CPU, but got {example.dtype} for a model on {device_of(core)}.")
+    if device_of(core.modules()).type != "cpu" or example.dtype is not torch.float32:
+        raise InputError(
+            f"{wanted}, in float32 on the CPU, but got {example.dtype} for a model on {device_of(core.modules())}."
+        )
     generator = torch.Generator().manual_seed(0)
     first, *others = (torch.randn(size, *example.shape[1:], generator=generator) for size in _SIZES)
     try:

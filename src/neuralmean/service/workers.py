@@ -80,7 +80,7 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
         n_threads: How many threads there are.
     """
     n_workers = min(n_threads, MOST_WORKERS)
-    if is_compiled(detector.model) or device_of(unwrap(detector.model)).type != "cpu":
+    if is_compiled(detector.model) or device_of(unwrap(detector.model).modules()).type != "cpu":
         n_workers = 1  # these passes take turns anyway
     detectors = [detector]
     try:
@@ -120,7 +120,7 @@ def prefers_channels_last(model: nn.Module) -> bool:
         (True, False)
     """
     core = unwrap(model)
-    return device_of(core).type == "cpu" and any(isinstance(module, nn.Conv2d) for module in core.modules())
+    return device_of(core.modules()).type == "cpu" and any(isinstance(module, nn.Conv2d) for module in core.modules())
 
 
 def on_own_thread(function: Callable[[], T]) -> T:

@@ -52,7 +52,7 @@ class Tuner:
 
     def __init__(self, model: nn.Module, loss: Loss, trained: TrainedModel, outliers: Tensor | None = None) -> None:
         self.model, self.trained, self._loss, self._outliers = model, trained, loss, outliers
-        device = device_of(model)
+        device = device_of(model.modules())
         self._mean, self._std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (trained.mean, trained.std))
         self._flip = "svhn" not in trained.metadata.get("dataset", "").lower()  # a mirrored digit is none
 
@@ -133,7 +133,7 @@ class FineTuned(Method):
         network = self.prepare(context)
         outliers = None if context.outliers is None else _pixels(context.outliers, self.budget, context.seed)[0]
         tuner = Tuner(
-            network, self.loss, context.trained, None if outliers is None else outliers.to(device_of(network))
+            network, self.loss, context.trained, None if outliers is None else outliers.to(device_of(network.modules()))
         )
         train(tuner, context, self.budget, self.name)
         self._tuned = network.eval()
@@ -207,7 +207,7 @@ def train(tuner: Tuner, context: Context, budget: Budget, name: str) -> None:
         name: Name of the method.
     """
     images, rows = _pixels(context.inliers, budget, context.seed)
-    device = device_of(tuner.model)
+    device = device_of(tuner.model.modules())
     images, labels = images.to(device), context.inliers.labels[rows].to(device)
     recipe = Recipe(
         epochs=budget.epochs,

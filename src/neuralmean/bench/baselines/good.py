@@ -87,7 +87,7 @@ class Good(FineTuned):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(context.seed)
             network = SmallNetwork(context.trained.num_classes, context.trained.size)
-        return counted_as(network.to(device_of(context.model)), context.model)
+        return counted_as(network.to(device_of(context.model.modules())), context.model)
 
     def loss(self, tuner: Tuner, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Loss of one batch of images in [0, 1], and as many OOD images."""
