@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from neuralmean.behind import read_behind
 from neuralmean.data import to_batch
 from neuralmean.layers import Layer, select_layers
 from neuralmean.observer import Observer
 from neuralmean.recorder import Recorder, RecordingModule
-from neuralmean.traced import _make_graph
+from neuralmean.recorder.behind import read_behind
+from neuralmean.traced import _Graph, _make_graph
 
 
 def set_up(norm, seed=0):
@@ -96,5 +96,6 @@ def test_variances_are_read_before():
 
 def test_a_frozen_graph_has_no_batch_norm_left():
     model, x = network(), torch.randn(2, 3, 8, 8)
-    graph = _make_graph(Observer(model, select_layers(model), variance=False, head=None), x, fold=True)
+    observer = Observer(model, select_layers(model), variance=False, head=None)
+    graph = _make_graph(_Graph(observer, fold=True, depths=()), x)
     assert not [node for node in graph.graph.nodes() if "batch_norm" in node.kind()]

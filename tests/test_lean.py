@@ -10,8 +10,8 @@ from torch import nn
 
 from neuralmean.data import to_batch
 from neuralmean.layers import select_layers
-from neuralmean.lean import lean_forward
 from neuralmean.recorder import Recorder
+from neuralmean.recorder.lean import lean_forward
 
 SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
 

@@ -10,7 +10,8 @@ from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import to_batch
 from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError, ModelInputError
 from neuralmean.layers import Layer, select_layers
-from neuralmean.recorder import Recorder, _Sink, find_head
+from neuralmean.recorder import Recorder, find_head
+from neuralmean.recorder.sink import Sink
 from tests.conftest import TinyNet, count_hooks
 
 
@@ -316,9 +317,9 @@ def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the
     recorder = Recorder(model, select_layers(model))
     recorder(to_batch(images[:4]))
     general = []
-    add_any = _Sink.add_any
+    add_any = Sink.add_any
     monkeypatch.setattr(
-        _Sink, "add_any", lambda self, index, activation: general.append(index) or add_any(self, index, activation)
+        Sink, "add_any", lambda self, index, activation: general.append(index) or add_any(self, index, activation)
     )
     for size in (6, 1, 4):
         expected = Recorder(model, select_layers(model), variance=True)(to_batch(images[:size])).mean  # the general way

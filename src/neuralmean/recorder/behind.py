@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.layers import Layer
-from neuralmean.lean import BATCH_NORMS
+from neuralmean.recorder.lean import BATCH_NORMS
 
 _LARGEST = 100.0  # shift over scale of a channel: two digits are lost, and five are left
 

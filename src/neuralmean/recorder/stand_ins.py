@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from neuralmean.lean import Forward
-from neuralmean.recording import Plan, Slot, Watched, is_plain
+from neuralmean.recorder.lean import Forward
+from neuralmean.recorder.plan import Plan, Slot, Watched, is_plain
 
 
 class Pass(Protocol):

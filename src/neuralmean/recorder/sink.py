@@ -1,10 +1,7 @@
-"""Channel means and variances of one forward pass: the only file that registers hooks.
+"""What one forward pass shows of the watched layers: the only file that registers hooks.
 
-Each activation is reduced inside the hook and let go. The model leaves every call as it came: no hook stays on it and
-its training flags are what they were, also when the forward pass raises. Many threads may record on one model: a hook
-only listens to the thread that registered it.
-
-Where a norm layer is torch's own, its `forward` is stood in for instead, for the time of the pass: see `stand_ins`.
+Each activation is reduced inside the hook and let go. A hook only listens to the thread that registered it. Where a norm
+layer is torch's own, its `forward` is stood in for instead, for the time of the pass: see `stand_ins`.
 
 Reductions write their sums into one (N, D) tensor, which is divided once at the end: no allocation, no division and no
 concatenation per layer. Whatever is not plain (another type, a mask, a second call) takes the general way.
@@ -12,11 +9,8 @@ concatenation per layer. Whatever is not plain (another type, a mask, a second c
 
 from __future__ import annotations
 
-import copy
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from itertools import count, pairwise
 from threading import get_ident
 from typing import Any, cast
@@ -25,150 +19,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from neuralmean.behind import read_behind
 from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
-from neuralmean.data import Batch, check_input
-from neuralmean.errors import InputError, LayerNotFiredError, ModelInputError
-from neuralmean.layers import Layer, unwrap
-from neuralmean.recording import Exits, Memory, Plan, Recording, Slot, is_plain
-from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error, shared_copy
-from neuralmean.stand_ins import Pass, StandIns
+from neuralmean.data import Batch
+from neuralmean.errors import InputError, LayerNotFiredError
+from neuralmean.layers import unwrap
+from neuralmean.recorder.plan import Memory, Plan, Slot, is_plain
+from neuralmean.recorder.stand_ins import Pass, StandIns
+from neuralmean.recording import Exits, Recording
+from neuralmean.running import device_of, evaluating
 
 _NOTHING: Mapping[str, Any] = {}
 _keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
 
 
-class Recorder:
-    """Runs a model and brings back the channel statistics of its watched layers.
-
-    Args:
-        model: The model, wrapped (DataParallel, DDP, `torch.compile`) or not.
-        layers: The layers to watch.
-        variance: Whether to record variances too.
-        head: Name of the layer whose input is the penultimate feature and whose output the logits, where those are wanted.
-    """
-
-    def __init__(
-        self, model: nn.Module, layers: Sequence[Layer], *, variance: bool = False, head: str | None = None
-    ) -> None:
-        self.model = model
-        self.layers = tuple(layers)
-        self.variance = variance
-        self.head = head
-        self._core = unwrap(model)
-        self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
-        self._plan = Plan(self._core, self.layers)
-        self._stand_ins = StandIns(self._plan)
-        self._compiled: tuple[RecordingModule, Callable[..., Any]] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def repeated(self) -> frozenset[int]:
-        """Indices of the layers that ran more than once in some pass so far."""
-        return self._plan.repeated
-
-    def __call__(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> Recording:
-        """Run the model on `batch` in evaluation mode and return its output with what was recorded.
-
-        Gradients are recorded or not as the caller has set them; the statistics never carry any.
-
-        Args:
-            batch: The inputs.
-            name: What the caller calls them, for error messages.
-            exits: Where the pass may be stopped; a compiled model always runs to its end.
-
-        Raises:
-            LayerNotFiredError: A watched layer took no part in the pass.
-            ModelInputError: The input has a shape or type that the model cannot take.
-        """
-        check_input(batch, name, tokens=self.takes_tokens)
-        modules = self._plan.modules()
-        batch = batch.to(device_of(modules))
-        try:
-            return self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, modules, exits)
-        except RuntimeError as error:
-            if not is_shape_error(error):
-                raise
-            shape, reason = tuple(batch.first.shape), str(error).splitlines()[0].rstrip(".")
-            raise ModelInputError(
-                f"Expected `{name}` to be an input that {type(self._core).__name__} accepts, but got shape {shape} of "
-                f"{batch.first.dtype}: {reason}."
-            ) from error
-
-    def _run(self, batch: Batch, modules: list[nn.Module], exits: Exits | None) -> Recording:
-        # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
-        model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        sink = _Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        with evaluating(self._core, modules):
-            try:
-                sink.attach()
-                output = model(*batch.args, **batch.kwargs)
-            except _Stop as stop:
-                if stop.sink is not sink:
-                    raise
-                output = None
-            finally:
-                sink.detach()
-        if sink.called_by_keyword:  # now known, and read with the keywords from here on
-            self._plan.by_keyword |= sink.called_by_keyword
-            return self._run(batch, modules, exits)
-        return sink.finish(output)
-
-    def _run_compiled(self, batch: Batch) -> Recording:
-        """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
-        with self._lock:
-            if self._compiled is None:
-                twin = RecordingModule(self._core, self.layers, variance=self.variance, head=self.head)
-                self._compiled = twin, torch.compile(twin)
-            twin, compiled = self._compiled
-            output, recorded = compiled(batch.args, batch.kwargs, batch.mask)
-        return twin.to_recording(output, recorded, len(batch))
-
-
-def find_head(model: nn.Module, batch: Batch) -> str | None:
-    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer."""
-    core = unwrap(model)
-    outputs: dict[str, Tensor] = {}
-    thread = get_ident()
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            if get_ident() == thread and isinstance(output, Tensor):
-                outputs[name] = output
-
-        return hook
-
-    handles: list[RemovableHandle] = []
-    with evaluating(core, core.modules()), torch.no_grad():
-        try:
-            for name, module in core.named_modules():
-                if isinstance(module, nn.Linear):
-                    handles.append(module.register_forward_hook(keep(name)))
-            moved = batch.to(device_of(core.modules()))
-            result = main_tensor(core(*moved.args, **moved.kwargs))
-        finally:
-            for handle in handles:
-                handle.remove()
-    if result is None:
-        return None
-    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers.
-    same = [
-        name
-        for name, output in outputs.items()
-        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel()
-    ]
-    return same[-1] if same else None
-
-
-class _Stop(BaseException):  # no `except Exception` of a model may swallow it
+class Stop(BaseException):  # no `except Exception` of a model may swallow it
     """Ends a forward pass from inside a hook."""
 
-    def __init__(self, sink: _Sink) -> None:
+    def __init__(self, sink: Sink) -> None:
         super().__init__("the forward pass was stopped by neuralmean")
         self.sink = sink
 
 
-class _Sink:
+class Sink:
     """Collects the reduced activations of one pass."""
 
     def __init__(
@@ -332,7 +204,7 @@ class _Sink:
         while self.next_exit < len(depths) and self.waiting[self.next_exit] == 0:
             if exits.should_stop(self.next_exit, self._means(depths[self.next_exit])):
                 self.stopped_at = self.next_exit
-                raise _Stop(self)
+                raise Stop(self)
             self.next_exit += 1
 
     def _is_filled(self, depth: int) -> bool:
@@ -392,77 +264,36 @@ class _Sink:
                 )
 
 
-class RecordingModule(nn.Module):
-    """A copy of a model that shares its tensors and says what it recorded: for compilers and exporters.
+def find_head(model: nn.Module, batch: Batch) -> str | None:
+    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer."""
+    core = unwrap(model)
+    outputs: dict[str, Tensor] = {}
+    thread = get_ident()
 
-    The hooks are on the copy, and stay there. One thread at a time.
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if get_ident() == thread and isinstance(output, Tensor):
+                outputs[name] = output
 
-    Args:
-        core: The model.
-        layers: The layers to watch.
-        variance: Whether to record variances too.
-        head: Name of the layer that gives the logits, where those are wanted.
-        behind: Whether to read batch norms behind them, so that they can be folded; means come out of `undo` then.
-        exits: What is asked, and must not stop the pass, once its first layers have been seen.
-    """
+        return hook
 
-    factor: Tensor
-    offset: Tensor
-
-    def __init__(
-        self,
-        core: nn.Module,
-        layers: Sequence[Layer],
-        *,
-        variance: bool,
-        head: str | None,
-        behind: bool = False,
-        exits: Exits | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = shared_copy(core).eval()
-        self._layers = tuple(layers)
-        found = read_behind(core, layers) if behind and not variance else None
-        self._is_behind = found is not None
-        if found is not None:
-            device = device_of(core.modules())
-            self.register_buffer("factor", found.factor.to(device), persistent=False)
-            self.register_buffer("offset", found.offset.to(device), persistent=False)
-        plan = Plan(self.model, layers if found is None else found.layers)
-        plan.by_keyword = frozenset(range(len(layers)))
-        self._sink = _Sink(plan, None, variance=variance, head=head, exits=exits)
-        self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
-        self._sink.attach()
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
-        """Run the copy and return its output and what `to_recording` takes: nothing but tensors and counts."""
-        sink = self._sink
-        sink.clear()
-        sink.mask = mask
-        output = self.model(*args, **kwargs)
-        found = (
-            [part.get(index) for index in range(len(self._layers))] for part in (sink.parts, sink.variances, sink.calls)
-        )
-        recorded = (*found, sink.feature, sink.logits)
-        sink.clear()
-        return output, recorded
-
-    def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
-        """Return the means of the watched layers, or of the first `depth`, given what was recorded, side by side."""
-        if not self._is_behind:
-            return means
-        if depth is None:
-            return means * self.factor + self.offset
-        width = sum(layer.channels for layer in self._layers[:depth])
-        return means * self.factor[:width] + self.offset[:width]
-
-    def to_recording(self, output: Any, recorded: Any, size: int) -> Recording:
-        """Turn what `forward` returned into a recording."""
-        sink = copy.copy(self._sink)
-        sink.size = size
-        sink.parts, sink.variances, sink.calls = (
-            {index: value for index, value in enumerate(part) if value is not None} for part in recorded[:3]
-        )
-        sink.feature, sink.logits = recorded[3:]
-        recording = sink.finish(output)
-        return replace(recording, layers=self._layers, mean=self.undo(recording.mean))
+    handles: list[RemovableHandle] = []
+    with evaluating(core, core.modules()), torch.no_grad():
+        try:
+            for name, module in core.named_modules():
+                if isinstance(module, nn.Linear):
+                    handles.append(module.register_forward_hook(keep(name)))
+            moved = batch.to(device_of(core.modules()))
+            result = main_tensor(core(*moved.args, **moved.kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
+    if result is None:
+        return None
+    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers.
+    same = [
+        name
+        for name, output in outputs.items()
+        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel()
+    ]
+    return same[-1] if same else None

@@ -1,0 +1,144 @@
+"""What the passes of one recorder share: where the layers are, and memory for their sums. Nothing here runs a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.channels import positions
+from neuralmean.errors import LayerNotFoundError
+from neuralmean.layers import Layer
+from neuralmean.recorder.lean import Forward, lean_forward
+
+_SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
+
+
+class Slot(NamedTuple):
+    """Where the sums of a layer's activation go, if the activation is a plain one of the shape that is expected."""
+
+    shape: torch.Size
+    dims: tuple[int, ...]  # of the positions
+    n_positions: int
+    sums: Tensor  # (N, C)
+
+
+def is_plain(activation: Any, slot: Slot) -> bool:
+    """Whether an activation can be summed up in a slot at once."""
+    return type(activation) is Tensor and activation.shape == slot.shape and activation.dtype is torch.float32
+
+
+class Plan:
+    """What the passes of one recorder share: where the layers are, and the shapes that were seen in them."""
+
+    def __init__(self, core: nn.Module, layers: Sequence[Layer]) -> None:
+        self.core, self.layers = core, tuple(layers)
+        self.widths = [layer.channels for layer in layers]
+        self.by_keyword: frozenset[int] = frozenset()
+        self.repeated: frozenset[int] = frozenset()
+        self._latest: Sequence[Slot | None] = ()
+        self._memories: dict[tuple[int, torch.device], Memory] = {}
+        self._children: list[Mapping[str, nn.Module | None]] = []
+        self._known: list[dict[str, nn.Module | None]] | None = None
+        self._modules: list[nn.Module] = []
+        self._watched: list[Watched] = []
+
+    def modules(self) -> list[nn.Module]:
+        """Every module of the model, looked up again only if one was added, replaced or removed."""
+        if self._children != self._known:
+            modules = list(self.core.modules())
+            self._children = [module._modules for module in modules]
+            self._modules, self._watched = modules, []
+            self._known = [dict(children) for children in self._children]
+        return self._modules
+
+    def module(self, name: str) -> nn.Module:
+        """Return the layer called `name`."""
+        try:
+            return self.core.get_submodule(name)
+        except AttributeError:
+            raise LayerNotFoundError(
+                f"Expected {type(self.core).__name__} to have the layer {name!r}, but it has not. "
+                "Make a new Detector for the model."
+            ) from None
+
+    def watched(self) -> list[Watched]:
+        """The watched layers in order; call `modules` first."""
+        if not self._watched:
+            modules = [self.module(layer.name) for layer in self.layers]
+            self._watched = [
+                Watched(module, layer.reads_input, lean_forward(module) if layer.reads_input else None)
+                for module, layer in zip(modules, self.layers, strict=True)
+            ]
+        return self._watched
+
+    def take_memory(self, size: int, device: torch.device) -> Memory:
+        """Return memory for the sums of one pass: of an earlier pass, or fresh, with the shapes of the latest pass."""
+        known = self._memories.pop((size, device), None)
+        if known is None:
+            known = Memory(size, device, self.layers)
+            for index, slot in enumerate(self._latest):
+                if slot is not None:
+                    known.expect(index, torch.Size((size, *slot.shape[1:])))
+        return known
+
+    def give_back(self, memory: Memory) -> None:
+        """Keep memory that nobody looks at any more for a later pass, if it is small."""
+        self._latest = memory.slots
+        if memory.is_small:
+            if len(self._memories) > 8:
+                self._memories.clear()
+            self._memories[memory.size, memory.device] = memory
+
+
+class Memory:
+    """Where the sums of a pass go, (size, D) in all, side by side, and what they are to be divided by.
+
+    Args:
+        size: Inputs of the pass.
+        device: Where they are.
+        layers: The watched layers.
+    """
+
+    def __init__(self, size: int, device: torch.device, layers: Sequence[Layer]) -> None:
+        self.size, self.device = size, device
+        self.slots: list[Slot | None] = [None] * len(layers)  # of layers whose shape is known
+        self._layers = layers
+        self._ends = list(accumulate(layer.channels for layer in layers))
+        self._whole = torch.empty(size, self._ends[-1], device=device)
+        self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
+        self._counts: Tensor | None = None
+        self.is_small = self._whole.numel() <= _SMALL
+
+    def expect(self, index: int, shape: torch.Size) -> None:
+        """Expect activations of that shape in a layer, if the channels are where they should be."""
+        channels_last, sums = self._layers[index].channels_last, self._parts[index]
+        dims = positions(len(shape), channels_last)
+        if dims and (shape[0], shape[-1 if channels_last else 1]) == tuple(sums.shape):
+            self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums)
+            self._counts = None
+
+    def means(self, depth: int) -> Tensor:
+        """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""
+        end = self._ends[depth - 1]
+        if self._counts is None or len(self._counts) < end:
+            counts = torch.tensor([slot.n_positions for slot in self.slots[:depth] if slot is not None])
+            widths = torch.tensor([layer.channels for layer in self._layers[:depth]])
+            self._counts = counts.repeat_interleave(widths).to(self.device, torch.float32)
+        if depth == len(self.slots):
+            return self._whole / self._counts
+        return self._whole[:, :end] / self._counts[:end]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A layer of the model at hand, how it is read, and the short way through it, where there is one."""
+
+    module: nn.Module
+    reads_input: bool
+    lean: Forward | None
