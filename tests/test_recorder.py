@@ -331,3 +331,16 @@ def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the
     general.clear()
     assert torch.allclose(recorder(to_batch(smaller)).mean, expected, atol=1e-6)
     assert general == list(range(len(recorder.layers)))
+
+
+def test_passes_inside_and_outside_of_inference_mode_follow_each_other(model, images):
+    recorder = Recorder(model, select_layers(model))
+    expected = recorder(to_batch(images)).mean
+    recorder = Recorder(model, select_layers(model))
+    with torch.inference_mode():
+        inside = [recorder(to_batch(images)).mean for _ in range(2)]
+    outside = recorder(to_batch(images)).mean
+    with torch.inference_mode():
+        inside.append(recorder(to_batch(images)).mean)
+    assert all(torch.equal(found, outside) for found in inside)
+    assert torch.allclose(outside, expected, atol=1e-6)

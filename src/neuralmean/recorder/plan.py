@@ -38,10 +38,9 @@ class Plan:
 
     def __init__(self, core: nn.Module, layers: Sequence[Layer]) -> None:
         self.core, self.layers = core, tuple(layers)
-        self.widths = [layer.channels for layer in layers]
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
-        self._latest: Sequence[Slot | None] = ()
+        self._shapes: Sequence[torch.Size | None] = ()  # of the latest pass
         self._memories: dict[tuple[int, torch.device], Memory] = {}
         self._children: list[Mapping[str, nn.Module | None]] = []
         self._known: list[dict[str, nn.Module | None]] | None = None
@@ -82,14 +81,14 @@ class Plan:
         known = self._memories.pop((size, device), None)
         if known is None:
             known = Memory(size, device, self.layers)
-            for index, slot in enumerate(self._latest):
-                if slot is not None:
-                    known.expect(index, torch.Size((size, *slot.shape[1:])))
+            for index, shape in enumerate(self._shapes):
+                if shape is not None:
+                    known.expect(index, torch.Size((size, *shape[1:])))
         return known
 
     def give_back(self, memory: Memory) -> None:
         """Keep memory that nobody looks at any more for a later pass, if it is small."""
-        self._latest = memory.slots
+        self._shapes = memory.shapes
         if memory.is_small:
             if len(self._memories) > 8:
                 self._memories.clear()
@@ -107,11 +106,13 @@ class Memory:
 
     def __init__(self, size: int, device: torch.device, layers: Sequence[Layer]) -> None:
         self.size, self.device = size, device
+        self.shapes: list[torch.Size | None] = [None] * len(layers)  # as far as they are known
         self.slots: list[Slot | None] = [None] * len(layers)  # of layers whose shape is known
         self._layers = layers
         self._ends = list(accumulate(layer.channels for layer in layers))
-        self._whole = torch.empty(size, self._ends[-1], device=device)
-        self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
+        with torch.inference_mode(False):  # else later passes outside of that mode could not write into it
+            self._whole = torch.empty(size, self._ends[-1], device=device)
+            self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
         self._counts: Tensor | None = None
         self.is_small = self._whole.numel() <= _SMALL
 
@@ -121,7 +122,7 @@ class Memory:
         dims = positions(len(shape), channels_last)
         if dims and (shape[0], shape[-1 if channels_last else 1]) == tuple(sums.shape):
             self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums)
-            self._counts = None
+            self.shapes[index], self._counts = shape, None
 
     def means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""
