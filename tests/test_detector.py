@@ -488,3 +488,13 @@ class TestSavedFile:
             == "Detector(TinyNet: 2 layers, 10 channels, average, not calibrated)"
         )
         assert "threshold" in repr(fitted(model, images))
+
+
+@pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
+def test_what_was_fitted_in_inference_mode_serves_outside(model, images, scorer):
+    strange = images.flip(0) * 3 + 1
+    with torch.inference_mode():
+        detector = Detector(model, scorer=scorer).fit(images, strange, held_out=images.roll(1, dims=3))
+        inside = detector(images[:4])[1].score
+    torch.testing.assert_close(detector(images[:4])[1].score, inside)
+    assert detector.explain(images[:4]).by_layer.shape == (4, len(detector.layers))

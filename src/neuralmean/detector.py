@@ -162,7 +162,8 @@ class Detector:
             cascade.check_statistic(self.statistic)
         before = dict(self.__dict__)
         try:
-            source = self._fit(id_data, ood_data, false_alarm_rate, held_out, batch_size, early_exit)
+            with torch.inference_mode(False):  # what is learnt there has no gradients, which `explain` may need
+                source = self._fit(id_data, ood_data, false_alarm_rate, held_out, batch_size, early_exit)
         except BaseException:
             self.__dict__ = before  # a fit that fails leaves the detector as it was
             raise
