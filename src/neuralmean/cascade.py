@@ -16,6 +16,7 @@ Nothing here runs a model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,7 @@ class CascadeScorer(VectorScorer):
         ends = torch.stack([row.quantile(1 - rate) for row, rate in zip(scores, rates, strict=True)])
         units = (ends - scores.median(dim=1).values).clamp_min(1e-12)
         self.zero_, self.unit_ = ends.float(), units.float()
+        self.__dict__.pop("_ends", None)
         self.lift_ = ((scores[-1].quantile(1 - BAR_RATE) - ends[-1]) / units[-1]).float()
         return self
 
@@ -175,10 +177,14 @@ class CascadeScorer(VectorScorer):
             vectors: The first columns of the vector, (N, D').
         """
         scores = self.exits[index].score(vectors)
-        if scores.max().item() <= self.zero_[index].item():  # so it is with nearly every in-distribution input
+        if scores.max().item() <= self._ends[index]:  # so it is with nearly every in-distribution input
             return so_far
         excess = scores - self.zero_[index]
         return self._raise(excess.new_full(excess.shape, -torch.inf) if so_far is None else so_far, index, excess)
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        return self.zero_.tolist()
 
     def _full_term(self, vectors: Any) -> Tensor:
         return (self.full.score(vectors) - self.zero_[-1]) / self.unit_[-1]
@@ -205,6 +211,7 @@ class CascadeScorer(VectorScorer):
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
         """Take over what another cascade of the same kind has learnt."""
         super().load_state(state)
+        self.__dict__.pop("_ends", None)
         if not isinstance(self.full, VectorScorer) or self.zero_.shape != (len(self.exits) + 1,):
             raise InputError(
                 f"Expected the state of a cascade with {len(self.exits)} exits. Make it with the same options."
