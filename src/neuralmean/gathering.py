@@ -47,7 +47,7 @@ class Gathered:
         self.reference = Reference.of_nothing(layers)
         self._additions, self._statistic, self._score, self._wants_digests = additions, statistic, score, digests
         self._count = 0
-        self._scores: list[Tensor] = []
+        self._scores = Table(additions)  # small tensors in a list would keep the heap from shrinking
         self._tables: dict[str, Table] = {}
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Gathered:
         if self.reference.layers:
             self.reference += Reference.of_statistics(self.reference.layers, rows.means, rows.variances)
         if self._score is not None:
-            self._scores.append(self._score(rows))
+            self._scores.add(self._score(rows))
             return
         statistics = [rows.means] if self._statistic != "variance" else []
         if rows.variances is not None:
@@ -74,7 +74,7 @@ class Gathered:
     @property
     def scores(self) -> Tensor:
         """The score of each row, shape (N,); higher = more OOD."""
-        return torch.cat(self._scores)
+        return self._scores.rows
 
     def moments(self, reference: Reference) -> Moments:
         """Return the moments of the discrepancies, before they are standardised."""
