@@ -27,8 +27,10 @@ from typing_extensions import Self
 from neuralmean.calibration import Calibration, examples_needed
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer
+from neuralmean.moments import Moments
 from neuralmean.scorers import Observation, Scorer, VectorScorer, make_scorer
 from neuralmean.scorers.base import JSON
+from neuralmean.table import Blocks, parts_of
 
 if TYPE_CHECKING:
     from neuralmean.detector import Detector
@@ -55,9 +57,8 @@ class SpreadScorer(VectorScorer):
 
     def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
         """Learn the mean and deviation of each column."""
-        rows = inliers.double()
-        self.mean_ = rows.mean(dim=0).float()
-        std = rows.std(dim=0, correction=0)
+        moments = sum(map(Moments.of, Blocks(inliers)), Moments.empty(inliers.shape[1]))
+        self.mean_, std = moments.mean.float(), moments.std
         self.std_ = (
             std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12).float()
         )  # a dead channel must not outweigh the others
@@ -146,7 +147,9 @@ class CascadeScorer(VectorScorer):
         self.exits = [_make_exit(self.exit_scorer) for _ in self.widths]
         for scorer, width in zip(self.exits, self.widths, strict=True):
             scorer.fit(rows[:, :width], None if strange is None else strange[:, :width])
-        scores = torch.stack([*self._exit_scores(rows), self.full.score(inliers)]).detach().double()
+        blocks = (inliers[part] for part in parts_of(*rows.shape))
+        stages = [torch.stack([*self._exit_scores(_vector(block)), self.full.score(block)]) for block in blocks]
+        scores = torch.cat(stages, dim=1).detach().double()
         rates = [EXIT_RATE] * len(self.exits) + [FULL_RATE]
         ends = torch.stack([row.quantile(1 - rate) for row, rate in zip(scores, rates, strict=True)])
         units = (ends - scores.median(dim=1).values).clamp_min(1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from neuralmean.discrepancy import (
 )
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.fingerprint import WeightsWatch
+from neuralmean.gathering import Gathered, gather
 from neuralmean.layers import has_running_mean, select_layers, unwrap
 from neuralmean.moments import Moments
-from neuralmean.observer import FIND_HEAD, Observer, Rows
+from neuralmean.observer import FIND_HEAD, Craft, Observer, Rows, Turn
 from neuralmean.progress import track
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact, to_artefact
@@ -176,44 +178,39 @@ class Detector:
         self._reset()
         scorer = self._scorer_for(ood_data, batch_size)
         observer = self._make_observer(self._head_for(scorer))
-        crafted = rotated = None
+        beside: Craft | Turn | None = None
         if held_out is None and fitting.needs_of(scorer):
             # What the model says of images that it has memorised is no measure of what it says of fresh ones.
-            every = fitting.rotate_every(_count_rows(id_data, batch_size), rate)
-            rows, rotated = observer.observe_with_rotated(id_data, name="id_data", batch_size=batch_size, every=every)
+            beside = Turn(fitting.rotate_every(_count_rows(id_data, batch_size), rate))
         elif ood_data is None and getattr(scorer, "uses_outliers", False):
-            rows, crafted = observer.observe_with_crafted(id_data, name="id_data", batch_size=batch_size)
-        else:
-            rows = observer.observe_all(id_data, name="id_data", batch_size=batch_size)
-        if ood_data is not None:
-            crafted = observer.observe_all(ood_data, name="ood_data", batch_size=batch_size)
-        held = None
-        if held_out is not None:
-            held = observer.observe_all(held_out, name="held_out", batch_size=batch_size)
-            fitting.warn_if_shared(rows.means, held.means)
-        if self.reference is None:
-            self.reference = Reference.of_statistics(self._layers, rows.means, rows.variances)
+            beside = Craft()
+        # Whether rows can be scored as they come: nothing is learnt from them, neither vectors nor scores.
+        at_once = self.reference is not None and self.statistic != "both" and not early_exit
+        at_once = at_once and beside is None and fitting.learns_nothing(scorer)
+        make = partial(
+            Gathered,
+            statistic=self.statistic,
+            score=(lambda rows: fitting.score_rows(scorer, self._observation(rows))) if at_once else None,
+            digests=held_out is not None,
+            layers=() if self.reference else self._layers,
+        )
+        sets = gather(observer, id_data, ood_data, held_out, make=make, beside=beside, batch_size=batch_size)
+        if sets.held_out is not None:
+            fitting.warn_if_shared(sets.inliers.digests, sets.held_out.digests)
+        self.reference = self.reference or sets.inliers.reference
         if self.statistic == "both":
-            self.scale = Moments.of(discrepancy(rows.means, rows.variances, self.reference, "both"))
+            self.scale = sets.inliers.moments(self.reference)
         if early_exit:
             scorer = cascade.CascadeScorer.around(scorer, self._layers, repeated=observer.recorder.repeated)
         self._observer, self.head, self.scorer = observer, observer.head, scorer
-        scores, source = fitting.fit_and_score_inliers(
-            scorer,
-            self._observation(rows),
-            None if crafted is None else self._observation(crafted),
-            held_out=None if held is None else self._observation(held),
-            rotated=None if rotated is None else self._observation(rotated),
-            rate=rate,
-        )
+        if at_once:
+            held = None if sets.held_out is None else sets.held_out.scores
+            scores, source = fitting.choose_scores(sets.inliers.scores, held, rate)
+        else:
+            parts = sets.into_observations(self._observation)
+            scores, source = fitting.fit_and_score_inliers(scorer, **parts, rate=rate)
         self.calibration, self.calibration_source = Calibration.of(scores, rate), source
-        self.fitted = {
-            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "n_id": len(rows),
-            "n_ood": 0 if ood_data is None or crafted is None else len(crafted),
-            "n_crafted": 0 if ood_data is not None or crafted is None else len(crafted),
-            "n_held_out": 0 if held is None else len(held),
-        }
+        self.fitted = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **sets.counts()}
         return source
 
     def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:

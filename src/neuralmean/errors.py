@@ -9,6 +9,7 @@
     ├── CalibrationError (ValueError)           too few examples for the false-alarm rate asked for
     ├── ModelMismatchError (ValueError)         another model, or other weights, than at `fit`
     ├── ArtefactError (ValueError)              a saved file that cannot be read or written
+    ├── StorageError (OSError)                  no room on the disk for what does not fit in memory
     └── MissingExtraError (ImportError)         an optional package that is not installed
 
     NeuralMeanWarning (UserWarning)
@@ -52,6 +53,10 @@ class ModelMismatchError(NeuralMeanError, ValueError):
 
 class ArtefactError(NeuralMeanError, ValueError):
     """A saved file that cannot be read or written."""
+
+
+class StorageError(NeuralMeanError, OSError):
+    """No room on the disk for what does not fit in memory."""
 
 
 class MissingExtraError(NeuralMeanError, ImportError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -67,12 +67,19 @@ def view_of(scorer: Scores, observation: Observation) -> Any:
     return observation if needs_of(scorer) else observation.vector
 
 
-def fit_scorer(scorer: Scorer, inliers: Observation, outliers: Observation | None) -> None:
-    """Call `fit` with the rows, and with OOD rows where the scorer takes them."""
+def fit_scorer(
+    scorer: Scorer, inliers: Observation, outliers: Observation | None, chosen: Tensor | None = None
+) -> None:
+    """Call `fit` with the rows, or those at `chosen`, and with OOD rows where the scorer takes them."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(scorer.fit).parameters.values() if p.kind in positional]
+    parameters = [p.name for p in inspect.signature(scorer.fit).parameters.values() if p.kind in positional]
+    options = {}
+    if chosen is not None and "chosen" in parameters:
+        options["chosen"] = chosen
+    elif chosen is not None:
+        inliers = inliers.take(chosen)
     if len(parameters) >= 2:
-        scorer.fit(view_of(scorer, inliers), None if outliers is None else view_of(scorer, outliers))
+        scorer.fit(view_of(scorer, inliers), None if outliers is None else view_of(scorer, outliers), **options)
     else:
         scorer.fit(view_of(scorer, inliers))  # type: ignore[call-arg]
 
@@ -86,13 +93,18 @@ def score_rows(scorer: Scores, observation: Observation) -> Tensor:
     return scores.detach()
 
 
+def score_blocks(scorer: Scores, observation: Observation, chosen: Tensor | None = None) -> Tensor:
+    """Return one score per row, or per row at `chosen`, shape (N,), a block of rows at a time; higher = more OOD."""
+    return torch.cat([score_rows(scorer, block) for block in observation.blocks(chosen)])
+
+
 def fit_and_score_inliers(
     scorer: Scorer,
     inliers: Observation,
     outliers: Observation | None,
     *,
     held_out: Observation | None,
-    rotated: Observation | None,
+    turned: Observation | None,
     rate: float,
 ) -> tuple[Tensor, Source]:
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
@@ -102,25 +114,44 @@ def fit_and_score_inliers(
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)
-        return score_rows(scorer, held_out), "held_out"
-    if rotated is not None:
+        return score_blocks(scorer, held_out), "held_out"
+    if turned is not None:
         fit_scorer(scorer, inliers, outliers)
-        return score_rows(scorer, rotated), "rotated"
-    needed = examples_needed(rate)
-    if len(inliers) < needed:
-        raise CalibrationError(
-            f"Expected at least {needed} in-distribution examples for a false-alarm rate of {rate:g}, but got {len(inliers)}. "
-            f"Pass more, or ask for a rate of at least {1 / (len(inliers) + 1):.3g}."
-        )
+        return score_blocks(scorer, turned), "rotated"
+    needed = check_enough(len(inliers), rate)
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
-    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
+    if learns_nothing(scorer):  # so all rows are as good as held out
         fit_scorer(scorer, inliers, outliers)
-        return score_rows(scorer, inliers), "all"
+        return score_blocks(scorer, inliers), "all"
     if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
         aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
-        fit_scorer(scorer, inliers[rest], outliers)
-        return score_rows(scorer, inliers[aside]), "kept_aside"
+        fit_scorer(scorer, inliers, outliers, rest)
+        return score_blocks(scorer, inliers, aside), "kept_aside"
     return _cross_fit(scorer, inliers, outliers, order), "folds"
+
+
+def choose_scores(inliers: Tensor, held_out: Tensor | None, rate: float) -> tuple[Tensor, Source]:
+    """Return which scores to calibrate on where nothing is learnt, with where they come from."""
+    if held_out is not None:
+        return held_out, "held_out"
+    check_enough(len(inliers), rate)
+    return inliers, "all"
+
+
+def learns_nothing(scorer: Scorer) -> bool:
+    """Whether a scorer is the same before and after `fit`."""
+    return not getattr(scorer, "learnt", True)
+
+
+def check_enough(count: int, rate: float) -> int:
+    """Return how many in-distribution examples a false-alarm rate needs, or raise if there are fewer."""
+    needed = examples_needed(rate)
+    if count < needed:
+        raise CalibrationError(
+            f"Expected at least {needed} in-distribution examples for a false-alarm rate of {rate:g}, but got {count}. "
+            f"Pass more, or ask for a rate of at least {1 / (count + 1):.3g}."
+        )
+    return needed
 
 
 def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
@@ -130,7 +161,7 @@ def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | Non
     of the rows that it was fitted on.
     """
     fit_scorer(scorer, inliers, outliers)
-    known = score_rows(scorer, inliers)
+    known = score_blocks(scorer, inliers)
     scores = torch.empty_like(known)
     for fold in range(FOLDS):
         apart = torch.zeros(len(inliers), dtype=torch.bool)
@@ -138,10 +169,11 @@ def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | Non
         if not apart.any():
             continue
         twin = copy.deepcopy(scorer)
-        fit_scorer(twin, inliers[~apart], outliers)
-        fitted = score_rows(twin, inliers[~apart])
+        rest, apart = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
+        fit_scorer(twin, inliers, outliers, rest)
+        fitted = score_blocks(twin, inliers, rest)
         ratio = known.std() / fitted.std().clamp_min(torch.finfo(fitted.dtype).tiny)
-        scores[apart] = (score_rows(twin, inliers[apart]) - fitted.mean()) * ratio + known.mean()
+        scores[apart] = (score_blocks(twin, inliers, apart) - fitted.mean()) * ratio + known.mean()
     return scores
 
 
@@ -151,10 +183,10 @@ def warn_if_weak(source: Source) -> None:
         warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
 
 
-def warn_if_shared(inliers: Tensor, held_out: Tensor) -> None:
-    """Warn if some held-out rows are also among the rows that were fitted on."""
-    seen = {_row_digest(row) for row in inliers}
-    shared = sum(_row_digest(row) in seen for row in held_out)
+def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:
+    """Warn if some held-out rows are also among the rows that were fitted on, given a digest of each."""
+    seen = set(inliers)
+    shared = sum(digest in seen for digest in held_out)
     if shared:
         warnings.warn(
             f"{shared} of {len(held_out)} held-out examples are also in `id_data`: the threshold will be too low and false "
@@ -162,10 +194,6 @@ def warn_if_shared(inliers: Tensor, held_out: Tensor) -> None:
             CalibrationWarning,
             stacklevel=3,
         )
-
-
-def _row_digest(row: Tensor) -> bytes:
-    return hashlib.blake2b(row.numpy().tobytes(), digest_size=16).digest()
 
 
 def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, dict[str, Tensor], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,36 @@ class Rows:
         )
 
 
+class Craft:
+    """Makes out-of-distribution images of a batch: its own, with their blocks permuted."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, batch: Batch, name: str) -> Batch:
+        """Return the images of `batch` with their blocks permuted."""
+        if batch.kwargs:
+            raise InputError(
+                f"Expected `{name}` to hold images, to craft OOD examples from, but got keyword inputs. Pass `ood_data`."
+            )
+        return Batch((permute_blocks(batch.first, generator=self._generator), *batch.args[1:]))
+
+
+class Turn:
+    """Makes images that the model has not memorised: every `every`-th of all that it sees, slightly turned."""
+
+    def __init__(self, every: int) -> None:
+        self._every, self._seen, self._generator = every, 0, torch.Generator().manual_seed(0)
+
+    def __call__(self, batch: Batch, name: str) -> Batch | None:
+        """Return some images of `batch`, turned; None if it is none of theirs, or these are no images."""
+        start, self._seen = -self._seen % self._every, self._seen + len(batch)
+        if batch.kwargs or batch.first.dim() != 4 or start >= len(batch):
+            return None
+        images = rotate(batch.first[start :: self._every], generator=self._generator)
+        return Batch((images, *batch.args[1:]))
+
+
 class Observer:
     """Runs a model over data and brings back `Rows`.
 
@@ -96,42 +126,22 @@ class Observer:
 
     def observe_all(self, data: Any, *, name: str, batch_size: int) -> Rows:
         """Return the rows of all of `data`."""
-        batches = self._batches(data, name, batch_size)
-        with torch.no_grad():
-            return Rows.cat([self.observe(batch, name=name)[1] for batch in batches])
+        return Rows.cat([rows for rows, _ in self.observe_each(data, name=name, batch_size=batch_size)])
 
-    def observe_with_crafted(self, data: Any, *, name: str, batch_size: int, seed: int = 0) -> tuple[Rows, Rows]:
-        """Return the rows of all of `data`, and of the same images with their blocks permuted."""
-        generator = torch.Generator().manual_seed(seed)
-        rows, crafted = [], []
-        with torch.no_grad():
-            for batch in self._batches(data, name, batch_size):
-                rows.append(self.observe(batch, name=name)[1])
-                if batch.kwargs:
-                    raise InputError(
-                        f"Expected `{name}` to hold images, to craft OOD examples from, but got keyword inputs. Pass `ood_data`."
-                    )
-                shuffled = permute_blocks(batch.first, generator=generator)
-                crafted.append(self.observe(Batch((shuffled, *batch.args[1:])), name=name)[1])
-        return Rows.cat(rows), Rows.cat(crafted)
+    def observe_each(
+        self, data: Any, *, name: str, batch_size: int, beside: Craft | Turn | None = None
+    ) -> Iterator[tuple[Rows, Rows | None]]:
+        """Yield the rows of each batch of `data`, and of the images that `beside` makes of it, where it makes any."""
+        for batch in self._batches(data, name, batch_size):
+            with torch.no_grad():
+                rows = self.observe(batch, name=name)[1]
+                made = None if beside is None else beside(batch, name)
+                more = None if made is None else self.observe(made, name=name)[1]
+            yield rows, more
 
-    def observe_with_rotated(self, data: Any, *, name: str, batch_size: int, every: int) -> tuple[Rows, Rows | None]:
-        """Return the rows of all of `data`, and of every `every`-th image slightly turned; None if these are no images."""
-        generator = torch.Generator().manual_seed(0)
-        rows: list[Rows] = []
-        turned: list[Rows] = []
-        seen = 0
-        with torch.no_grad():
-            for batch in self._batches(data, name, batch_size):
-                rows.append(self.observe(batch, name=name)[1])
-                start, seen = -seen % every, seen + len(batch)
-                if batch.kwargs or batch.first.dim() != 4:
-                    continue
-                images = batch.first[start::every]
-                if len(images):
-                    images = rotate(images, generator=generator)
-                    turned.append(self.observe(Batch((images, *batch.args[1:])), name=name)[1])
-        return Rows.cat(rows), Rows.cat(turned) if turned else None
+    def count(self, data: Any, batch_size: int) -> int | None:
+        """Return how many times `observe_each` will yield, where that can be known."""
+        return count_batches(data, batch_size=batch_size)
 
     def _batches(self, data: Any, name: str, batch_size: int) -> Iterable[Batch]:
         steps = count_batches(data, batch_size=batch_size)

@@ -7,7 +7,7 @@ of each set, chosen at random, are brought to the driver, and only those images 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from neuralmean.distributed.work import Work, add_up, run_job, tell
 from neuralmean.errors import InputError, NeuralMeanWarning
 from neuralmean.images import Unreadable
 from neuralmean.layers import Layer, has_running_mean, select_layers, unwrap
-from neuralmean.observer import Observer, Rows
+from neuralmean.observer import Craft, Observer, Rows, Turn
 from neuralmean.preprocessing import Preprocessing
 
 MAX_ROWS = 20_000
@@ -135,32 +135,32 @@ class _RemoteObserver(Observer):
         super().__init__(office.model, layers, variance=variance, head=head)
         self._office, self._variance = office, variance
 
-    def observe_all(self, data: _Images, *, name: str, batch_size: int) -> Rows:
-        """Return the rows of (a sample of) the images."""
-        return self._rows(data, name, crafted=False)[0]
-
-    def observe_with_crafted(self, data: _Images, *, name: str, batch_size: int, seed: int = 0) -> tuple[Rows, Rows]:
-        """Return the rows of (a sample of) the images, and of the same with their blocks permuted."""
-        rows, crafted = self._rows(data, name, crafted=True)
-        return rows, Rows.cat(crafted)
-
-    def _rows(self, data: _Images, name: str, *, crafted: bool) -> tuple[Rows, list[Rows]]:
+    def observe_each(
+        self, data: _Images, *, name: str, batch_size: int, beside: Craft | Turn | None = None
+    ) -> Iterator[tuple[Rows, Rows | None]]:
+        """Yield the rows of each chunk of (a sample of) the images, and of the same images crafted; none are turned."""
         total = data.total()
         if total > data.max_rows:
             warnings.warn(
                 f"`{name}` has {total:,} images; scorer and threshold come from {data.max_rows:,} of them, chosen at random. "
                 "Raise `max_rows` to use more, where memory allows.",
                 NeuralMeanWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self._find_head(data, name)
+        crafted = isinstance(beside, Craft)
         job = RowsJob(self.layers, self._office.reading, variance=self._variance, head=self.head, crafted=crafted)
-        results = [result for _, result in run_job(self._office.engine, job, data.chunks, f"Reading {name}")]
-        tell(self._office.on_unreadable, (note for result in results for note in result.unreadable))
-        rows = [result.rows for result in results if result.rows is not None]
-        if not rows:
+        empty = True
+        for _, result in run_job(self._office.engine, job, data.chunks, f"Reading {name}"):
+            tell(self._office.on_unreadable, result.unreadable)
+            if result.rows is not None:
+                empty = False
+                yield result.rows, result.crafted
+        if empty:
             raise InputError(f"Expected `{name}` to hold at least one image that can be read, but there is none.")
-        return Rows.cat(rows), [result.crafted for result in results if result.crafted is not None]
+
+    def count(self, data: _Images, batch_size: int) -> None:
+        """Return None: how many chunks a sample is in shows only when it is read."""
 
     def _find_head(self, data: _Images, name: str) -> None:
         """Have the layer that gives the logits found, here, with the first images that can be read."""

@@ -6,7 +6,7 @@ scorer that needs only the vector is called with tensors, any other with `Observ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from neuralmean.errors import InputError, NotFittedError
+from neuralmean.table import parts_of, take
 
 JSON = str | int | float | bool | None | list[Any] | dict[str, Any]
 
@@ -33,6 +34,15 @@ class Observation:
     def __getitem__(self, rows: Tensor | slice) -> Observation:
         """Return the observation of some of the rows."""
         return Observation(*(None if part is None else part[rows] for part in self.parts()))  # type: ignore[arg-type]
+
+    def blocks(self, chosen: Tensor | None = None) -> Iterator[Observation]:
+        """Yield the rows, or those at `chosen`, a block at a time."""
+        parts = parts_of(len(self) if chosen is None else len(chosen), self.vector.shape[1])
+        return (self[part if chosen is None else chosen[part]] for part in parts)
+
+    def take(self, chosen: Tensor) -> Observation:
+        """Return a copy of the rows at `chosen`, in memory or, if it is large, on disk."""
+        return Observation(*(None if part is None else take(part, chosen) for part in self.parts()))  # type: ignore[arg-type]
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Vector, output and feature, in this order."""
@@ -65,7 +75,8 @@ class VectorScorer:
 
     A subclass sets `name`, stores its keyword-only arguments under their own names and lists them in `options`, keeps
     what it learns in tensors whose names end in `_` and lists them in `learnt`, and implements `fit`, `score` and, where
-    a score is a sum over channels, `contributions`.
+    a score is a sum over channels, `contributions`. Rows may be on disk, so `fit` reads them in blocks. Where it has an
+    argument `chosen`, int64 indices of the in-distribution rows to learn from (None for all), no copy of these is made for it.
     """
 
     name: ClassVar[str]

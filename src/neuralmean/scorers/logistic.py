@@ -6,6 +6,7 @@ Owns what is learnt and how the penalty is chosen; the optimisation itself is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from neuralmean.errors import InputError
 from neuralmean.scorers.base import VectorScorer, check_two_classes
 from neuralmean.scorers.logistic_solver import Effort, Problems, Rows, Spectrum, sketch_spectrum, solve
 from neuralmean.scorers.standardise import column_scale
+from neuralmean.table import Blocks, fits_in_memory
 
 PENALTIES = torch.logspace(-4, 4, 10, dtype=torch.float64)  # sklearn's C: the larger, the less is penalised
 FOLDS = 5
@@ -54,11 +56,21 @@ class LogisticScorer(VectorScorer):
     scale_: Tensor
     penalty_: Tensor
 
-    def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
-        """Learn from in-distribution rows (N, D) and out-of-distribution rows (M, D)."""
+    def fit(self, inliers: Tensor, outliers: Tensor | None = None, chosen: Tensor | None = None) -> Self:
+        """Learn from in-distribution rows (N, D) and out-of-distribution rows (M, D).
+
+        The one copy that is made is held in memory; rows too large for that are read again and again, see `fit_chunks`.
+        """
         outliers = check_two_classes(inliers, outliers, self.name)
-        is_ood = torch.cat([torch.zeros(len(inliers), dtype=torch.bool), torch.ones(len(outliers), dtype=torch.bool)])
-        table = torch.cat([inliers, outliers]).detach().to("cpu", torch.float32)  # the one copy
+        sides = (Blocks(inliers.detach(), chosen), Blocks(outliers.detach()))
+        is_ood = torch.arange(sum(map(len, sides))) >= len(sides[0])
+        if len(is_ood) > _FEW_ROWS and not fits_in_memory(len(is_ood), inliers.shape[1]):
+            kinds = is_ood[: len(sides[0])], is_ood[len(sides[0]) :]
+            return self.fit_chunks(lambda: chain(sides[0].beside(kinds[0]), sides[1].beside(kinds[1])))
+        table = torch.empty(len(is_ood), inliers.shape[1])
+        for side, start in zip(sides, (0, len(sides[0])), strict=True):
+            for part in side.parts():
+                table[start + part.start : start + part.stop] = side[part]
         self.mean_, self.scale_, varies = column_scale(lambda: [table])
         table.sub_(self.mean_).div_(self.scale_)
         if len(table) <= _FEW_ROWS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from typing_extensions import Self
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import VectorScorer, check_two_classes
 from neuralmean.scorers.standardise import column_scale
+from neuralmean.table import Blocks, parts_of
 
 HIDDEN = (256, 64)  # on ResNet-56 vectors as good as (512, 128), at half the cost
 DROPOUT = 0.5
@@ -55,16 +57,15 @@ class MlpScorer(VectorScorer):
             raise InputError(f"Expected `seed` to be an integer of at least 0, but got {seed!r}.")
         self.seed = seed
 
-    def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
+    def fit(self, inliers: Tensor, outliers: Tensor | None = None, chosen: Tensor | None = None) -> Self:
         """Learn from in-distribution rows (N, D) and out-of-distribution rows (M, D)."""
         outliers = check_two_classes(inliers, outliers, self.name)
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
-            rows = torch.cat([inliers, outliers]).detach().to("cpu", torch.float32)
-            self.mean_, self.scale_, varies = column_scale(lambda: [rows])
-            rows = rows.sub_(self.mean_).div_(self.scale_).mul_(varies)
-            target = torch.cat([torch.zeros(len(inliers)), torch.ones(len(outliers))])
+            rows = _Rows(Blocks(inliers.detach(), chosen), Blocks(outliers.detach()))
+            target = torch.cat([torch.zeros(len(rows.inliers)), torch.ones(len(outliers))])
             layers = _train(rows, target, torch.Generator().manual_seed(self.seed))
-        layers[0] = layers[0] * varies  # a column that never varied says nothing
+        self.mean_, self.scale_ = rows.mean, rows.scale
+        layers[0] = layers[0] * rows.varies  # a column that never varied says nothing
         for name, value in zip(self.learnt[2:], layers, strict=True):
             setattr(self, name, value)
         return self
@@ -76,12 +77,33 @@ class MlpScorer(VectorScorer):
         return _logit(layers, (vectors.float() - self.mean_) / self.scale_)
 
 
-def _train(rows: Tensor, target: Tensor, generator: torch.Generator) -> list[Tensor]:
+class _Rows:
+    """Rows of both kinds, the in-distribution ones first, standardised when they are read: no copy is kept."""
+
+    def __init__(self, inliers: Blocks, outliers: Blocks) -> None:
+        self.inliers, self.outliers = inliers, outliers
+        self.mean, self.scale, self.varies = column_scale(lambda: map(_plain, chain(inliers, outliers)))
+        self.shape = (len(inliers) + len(outliers), len(self.mean))
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Return some of the rows, (n, D)."""
+        is_ood = rows >= len(self.inliers)
+        read = torch.empty(len(rows), self.shape[1])
+        read[~is_ood] = _plain(self.inliers[rows[~is_ood]])
+        read[is_ood] = _plain(self.outliers[rows[is_ood] - len(self.inliers)])
+        return read.sub_(self.mean).div_(self.scale).mul_(self.varies)
+
+
+def _plain(rows: Tensor) -> Tensor:
+    return rows.to("cpu", torch.float32)
+
+
+def _train(rows: Tensor | _Rows, target: Tensor, generator: torch.Generator) -> list[Tensor]:
     """Return weights and biases, layer by layer, of the epoch with the lowest validation loss."""
     layers = [layer.requires_grad_() for layer in _first_weights(rows.shape[1], generator)]
     optimiser = torch.optim.SGD(layers, lr=LEARNING_RATE, momentum=MOMENTUM)
-    order = torch.randperm(len(rows), generator=generator)
-    aside = int(len(rows) * _VALIDATION_SHARE) if len(rows) >= _VALIDATED_FROM else 0
+    order = torch.randperm(len(target), generator=generator)
+    aside = int(len(target) * _VALIDATION_SHARE) if len(target) >= _VALIDATED_FROM else 0
     validation, training = order[:aside], order[aside:]
     batch = max(1, min(BATCH, len(training) // 8))  # few rows still make several steps an epoch
     best, best_loss, best_epoch = layers, math.inf, 0
@@ -93,13 +115,22 @@ def _train(rows: Tensor, target: Tensor, generator: torch.Generator) -> list[Ten
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         if aside:
-            with torch.no_grad():
-                value = float(F.binary_cross_entropy_with_logits(_logit(layers, rows[validation]), target[validation]))
+            value = _validate(layers, rows, target, validation)
             if value < best_loss:
                 best, best_loss, best_epoch = [layer.detach().clone() for layer in layers], value, epoch
             elif epoch - best_epoch >= _PATIENCE:
                 break
     return [layer.detach() for layer in best]
+
+
+def _validate(layers: list[Tensor], rows: Tensor | _Rows, target: Tensor, chosen: Tensor) -> float:
+    """Return the mean loss on some of the rows."""
+    total = 0.0
+    with torch.no_grad():
+        for part in (chosen[part] for part in parts_of(len(chosen), rows.shape[1])):
+            logits = _logit(layers, rows[part])
+            total += float(F.binary_cross_entropy_with_logits(logits, target[part], reduction="sum"))
+    return total / len(chosen)
 
 
 def _first_weights(columns: int, generator: torch.Generator) -> Iterator[Tensor]:

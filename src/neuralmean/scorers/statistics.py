@@ -1,23 +1,39 @@
-"""Class-conditional statistics that the typicality scorer is made of: pure functions of tensors."""
+"""Class-conditional statistics that the typicality scorer is made of: pure functions of tensors.
+
+Rows are read in blocks and added up in float64, so that there may be more of them than memory holds.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from neuralmean.table import Blocks
 
-def distinct_columns(rows: Tensor, *, seed: int = 0) -> Tensor:
+
+def distinct_columns(rows: Blocks, *, seed: int = 0) -> Tensor:
     """Return the indices of the columns of (N, D) that vary and do not repeat an earlier one, shape (D',).
 
     Networks that concatenate (DenseNet) normalise the same channel again and again. Two columns are the same if they
     differ by a constant only; they are told apart by a few random projections of their shape over the rows.
     """
-    centred = rows.double() - rows.double().mean(dim=0)
-    scale = centred.square().sum(dim=0).sqrt()
-    size = rows.double().abs().amax(dim=0).clamp_min(1e-30)
-    varies = (scale / size > 1e-6 * len(rows) ** 0.5).nonzero().squeeze(1)
+    rows = rows.then(Tensor.double)
+    total = torch.zeros(rows.width, dtype=torch.float64)
+    size = torch.full_like(total, 1e-30)
+    for block in rows:
+        total += block.sum(dim=0)
+        size = size.maximum(block.abs().amax(dim=0))
+    centred = rows.then(lambda block: block - total / len(rows))
     probes = torch.randn(4, len(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    signature = (probes @ (centred[:, varies] / scale[varies])).mul(1e3).round().T.contiguous()
+    scale, projected = torch.zeros_like(total), torch.zeros(4, len(total), dtype=torch.float64)
+    for block, probe in centred.beside(probes.T):
+        scale += block.square().sum(dim=0)
+        projected += probe.T @ block
+    scale = scale.sqrt()
+    varies = (scale / size > 1e-6 * len(rows) ** 0.5).nonzero().squeeze(1)
+    signature = (projected[:, varies] / scale[varies]).mul(1e3).round().T.contiguous()
     _, inverse = torch.unique(signature, dim=0, return_inverse=True)
     first = torch.full((int(inverse.max()) + 1 if len(inverse) else 0,), len(varies), dtype=torch.int64)
     first.scatter_reduce_(0, inverse, torch.arange(len(varies)), "amin")
@@ -25,16 +41,23 @@ def distinct_columns(rows: Tensor, *, seed: int = 0) -> Tensor:
     return kept
 
 
-def class_means(rows: Tensor, classes: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the mean row of each class, (K, D), and how many rows it has, (K,); the grand mean where it has none."""
+def class_means(rows: Blocks, classes: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
+    """Return the mean row of each class, float64 (K, D), and how many rows it has, (K,); the grand mean where it has none."""
     counts = torch.bincount(classes, minlength=n_classes)
-    sums = torch.zeros(n_classes, rows.shape[1], dtype=rows.dtype).index_add_(0, classes, rows)
-    means = sums / counts.clamp_min(1).unsqueeze(1).to(rows.dtype)
-    means[counts == 0] = rows.mean(dim=0)
+    sums = torch.zeros(n_classes, rows.width, dtype=torch.float64)
+    for block, kinds in rows.beside(classes):
+        sums.index_add_(0, kinds, block.double())
+    means = sums / counts.clamp_min(1).unsqueeze(1)
+    means[counts == 0] = sums.sum(dim=0) / len(rows)
     return means, counts
 
 
-def explained_share(rows: Tensor, means: Tensor, classes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def grand_mean(means: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of all rows, (D,), given that of each class and how many rows it has."""
+    return counts.to(means.dtype) @ means / counts.sum()
+
+
+def explained_share(rows: Blocks, means: Tensor, classes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the within-class deviation of each column and the share of its variance that the class explains.
 
     With :math:`b` the variance of the class means and :math:`w^2` the pooled variance within classes, the variance
@@ -42,9 +65,12 @@ def explained_share(rows: Tensor, means: Tensor, classes: Tensor, counts: Tensor
     classes are alike), and the share is :math:`\tau^2 / (\tau^2 + w^2)`.
     """
     n, present = len(rows), int((counts > 0).sum())
-    within = (rows - means[classes]).square().sum(dim=0) / max(n - present, 1)
-    weight = (counts / counts.sum()).to(rows.dtype).unsqueeze(1)
-    between = (weight * (means - rows.mean(dim=0)).square()).sum(dim=0)
+    squares = torch.zeros_like(means[0])
+    for block, kinds in rows.beside(classes):
+        squares += (block - means[kinds]).square().sum(dim=0)
+    within = squares / max(n - present, 1)
+    weight = (counts.to(means.dtype) / n).unsqueeze(1)
+    between = (weight * (means - grand_mean(means, counts)).square()).sum(dim=0)
     tau = (between - within * ((present - 1) / n)).clamp_min(0)
     total = tau + within
     return within.sqrt(), torch.where(total > 0, tau / total.clamp_min(1e-30), torch.zeros_like(total))
@@ -60,20 +86,22 @@ def shrink_means(means: Tensor, centre: Tensor, counts: Tensor, within: Tensor, 
     return centre + kept * (means - centre)
 
 
-def ledoit_wolf(residuals: Tensor) -> Tensor:
-    r"""Return the Ledoit-Wolf covariance of centred rows, (N, P) to (P, P).
+def ledoit_wolf(residuals: Iterable[Tensor]) -> Tensor:
+    r"""Return the Ledoit-Wolf covariance of centred rows, given in blocks (n, P), as (P, P).
 
     :math:`(1 - \delta) S + \delta \mu I` with the shrinkage :math:`\delta` of Ledoit and Wolf (2004), which is the best
     mixture in expected squared error and needs no tuning.
     """
-    n, p = residuals.shape
-    sample = residuals.T @ residuals / n
+    n, sample, fourth = 0, torch.zeros(()), torch.zeros(())
+    for block in residuals:
+        n, sample = n + len(block), sample + block.T @ block
+        fourth = fourth + block.square().sum(dim=1).square().sum()
+    sample, p = sample / n, len(sample)
     mu = sample.trace() / p
     spread = (sample.square().sum() / p - mu.square()).clamp_min(1e-30)
-    norms = residuals.square().sum(dim=1)
-    noise = ((norms.square().sum() / n - sample.square().sum()) / (n * p)).clamp_min(0)
+    noise = ((fourth / n - sample.square().sum()) / (n * p)).clamp_min(0)
     delta = (noise / spread).clamp(max=1)
-    return (1 - delta) * sample + delta * mu * torch.eye(p, dtype=residuals.dtype)
+    return (1 - delta) * sample + delta * mu * torch.eye(p, dtype=sample.dtype)
 
 
 def low_rank(matrix: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -86,15 +114,16 @@ def low_rank(matrix: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]
     return torch.where(weight > 0, basis / weight.clamp_min(1e-12), 0.0), basis.T @ weighted
 
 
-def k_means(rows: Tensor, clusters: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
+def k_means(rows: Blocks, clusters: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
     """Return the centres of that many clusters, (K, D): Lloyd's algorithm from a k-means++ start, seeded."""
     generator = torch.Generator().manual_seed(seed)
-    centres = rows[torch.randint(len(rows), (1,), generator=generator)]
+    centres = rows[torch.randint(len(rows), (1,), generator=generator)].double()
+    distances = rows.then(lambda block: torch.cdist(block.double(), centres))
     for _ in range(clusters - 1):
-        distance = torch.cdist(rows, centres).amin(dim=1).square().clamp_min(1e-30)
-        centres = torch.cat([centres, rows[torch.multinomial(distance, 1, generator=generator)]])
+        weight = torch.cat([block.amin(dim=1) for block in distances]).square().clamp_min(1e-30)
+        centres = torch.cat([centres, rows[torch.multinomial(weight, 1, generator=generator)].double()])
     for _ in range(iterations):
-        nearest = torch.cdist(rows, centres).argmin(dim=1)
+        nearest = torch.cat([block.argmin(dim=1) for block in distances])
         moved, counts = class_means(rows, nearest, clusters)
         moved[counts == 0] = centres[counts == 0]
         if torch.equal(moved, centres):

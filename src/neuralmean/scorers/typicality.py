@@ -15,11 +15,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from neuralmean.errors import InputError
+from neuralmean.moments import Moments
 from neuralmean.scorers.base import Observation, VectorScorer
 from neuralmean.scorers.statistics import (
     class_means,
     distinct_columns,
     explained_share,
+    grand_mean,
     k_means,
     ledoit_wolf,
     low_rank,
@@ -27,6 +29,7 @@ from neuralmean.scorers.statistics import (
     shrink_means,
     sketch_columns,
 )
+from neuralmean.table import Blocks
 
 RANK = 32
 CLUSTERS = 20
@@ -79,21 +82,23 @@ class TypicalityScorer(VectorScorer):
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
 
-    def fit(self, inliers: Any, outliers: Any = None) -> Self:
+    def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
         """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
-        if len(inliers) < LEAST_ROWS:
+        rows = torch.arange(len(inliers)) if chosen is None else chosen
+        if len(rows) < LEAST_ROWS:
             raise InputError(
-                f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(inliers)}."
+                f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(rows)}."
             )
-        order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(self.seed))
-        folds = 1 if len(inliers) >= ONE_FOLD_FROM else FOLDS
-        values = []
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed))
+        folds = 1 if len(rows) >= ONE_FOLD_FROM else FOLDS
+        values: list[Tensor] = []
         for fold in range(folds):
-            apart = torch.zeros(len(inliers), dtype=torch.bool)
+            apart = torch.zeros(len(rows), dtype=torch.bool)
             apart[order[fold::FOLDS]] = True
-            values.append(self._learn(inliers[~apart])._terms(inliers[apart]))
+            self._learn(inliers, rows[~apart])
+            values.extend(self._terms(block) for block in inliers.blocks(rows[apart]))
         terms = torch.cat(values)
-        self._learn(inliers)
+        self._learn(inliers, chosen)
         self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
         return self
 
@@ -135,60 +140,64 @@ class TypicalityScorer(VectorScorer):
         named = {name: values[:, index] for index, name in enumerate(TERMS) if index >= 2}
         return {**named, "constant": constant + rest}
 
-    def _learn(self, inliers: Observation) -> Self:
-        """Learn everything but the scale of the terms."""
+    def _learn(self, inliers: Observation, chosen: Tensor | None) -> Self:
+        """Learn everything but the scale of the terms from the chosen rows, all if None."""
         self.__dict__.pop("_angle", None)
         self.__dict__.pop("_feature", None)
-        logits, feature = inliers.output, inliers.feature
-        keep = distinct_columns(inliers.vector, seed=self.seed)
+        vectors = Blocks(inliers.vector, chosen)
+        keep = distinct_columns(vectors, seed=self.seed)
         if not len(keep):
             raise InputError(
                 "Expected inputs that differ from each other, but all have the same vector. Pass varied examples."
             )
-        rows = inliers.vector[:, keep].double()
         self.keep_ = keep.int()
-        self.clusters_, self.temperature_ = torch.zeros(0, 0), torch.tensor(1.0)
-        if logits is not None and logits.dim() == 2 and logits.shape[1] > 1:
-            classes, n_classes = logits.argmax(dim=1), logits.shape[1]
-            self.temperature_ = logits.std(dim=1).mean().clamp_min(1e-6)
-        else:
-            classes, n_classes = self._learn_clusters(rows)
+        classes, n_classes = self._learn_classes(inliers.output, vectors, chosen)
+        rows = vectors.then(lambda block: block[:, keep].double())
         means, counts = class_means(rows, classes, n_classes)
         within, share = explained_share(rows, means, classes, counts)
         within = within.clamp_min(1e-12)
-        centre = rows.mean(dim=0)
+        centre = grand_mean(means, counts)
         shrunk = shrink_means(means, centre, counts, within, share)
         left, right = low_rank((shrunk - centre) / within, counts, RANK)
         weight = share / share.sum() if share.sum() > 0 else torch.full_like(share, 1 / len(share))
-        self.keep_, self.centre_, self.within_, self.weight_ = (
-            keep.int(),
-            centre.float(),
-            within.float(),
-            weight.float(),
-        )
+        self.centre_, self.within_, self.weight_ = centre.float(), within.float(), weight.float()
         self.left_, self.right_ = left.float().contiguous(), right.float().contiguous()
         self._keep_angle("angle", rows, classes, n_classes, centre, within)
-        if feature is None:
-            feature = torch.zeros(len(inliers), 0)
-        self.feature_keep_ = distinct_columns(feature, seed=self.seed).int()
-        feature = feature[:, self.feature_keep_.long()].double()
-        middle = feature.mean(dim=0)
-        scale = (feature - middle).square().mean(dim=0).sqrt().clamp_min(1e-12)
-        self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
-        self._keep_angle("feature", feature, classes, n_classes, middle, scale)
+        self._learn_feature(inliers, chosen, classes, n_classes)
         return self
 
-    def _learn_clusters(self, rows: Tensor) -> tuple[Tensor, int]:
+    def _learn_feature(self, inliers: Observation, chosen: Tensor | None, classes: Tensor, n_classes: int) -> None:
+        feature = Blocks(torch.zeros(len(inliers), 0) if inliers.feature is None else inliers.feature, chosen)
+        keep = distinct_columns(feature, seed=self.seed)
+        self.feature_keep_ = keep.int()
+        rows = feature.then(lambda block: block[:, keep].double())
+        moments = sum(map(Moments.of, rows), Moments.empty(len(keep)))
+        middle, scale = moments.mean, moments.std.clamp_min(1e-12)
+        self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
+        self._keep_angle("feature", rows, classes, n_classes, middle, scale)
+
+    def _learn_classes(self, logits: Tensor | None, vectors: Blocks, chosen: Tensor | None) -> tuple[Tensor, int]:
+        """Return the class of each row and how many there are: the model's own predictions, or else clusters."""
+        self.clusters_, self.temperature_ = torch.zeros(0, 0), torch.tensor(1.0)
+        if logits is None or logits.dim() != 2 or logits.shape[1] < 2:
+            return self._learn_clusters(vectors)
+        outputs = Blocks(logits, chosen)
+        self.temperature_ = torch.cat([block.std(dim=1) for block in outputs]).mean().clamp_min(1e-6)
+        return torch.cat([block.argmax(dim=1) for block in outputs]), logits.shape[1]
+
+    def _learn_clusters(self, vectors: Blocks) -> tuple[Tensor, int]:
         """Let clusters stand in for the classes of a model that has none; of few rows there is only one."""
-        count = min(CLUSTERS, len(rows) // ROWS_PER_CLUSTER)
+        count = min(CLUSTERS, len(vectors) // ROWS_PER_CLUSTER)
         if count < 2:
-            return torch.zeros(len(rows), dtype=torch.int64), 1
-        width = max(min(32, rows.shape[1]), rows.shape[1] // 8)
-        last = rows[:, -width:]
+            return torch.zeros(len(vectors), dtype=torch.int64), 1
+        columns = self.keep_.long()
+        columns = columns[-max(min(32, len(columns)), len(columns) // 8) :]
+        last = vectors.then(lambda block: block[:, columns])
         # Centres and rows are compared in units of each column's deviation; the first row of the state is that unit.
-        scale = (last - last.mean(dim=0)).square().mean(dim=0).sqrt().clamp_min(1e-12)
-        self.clusters_ = torch.cat([scale[None], k_means(last / scale, count, seed=self.seed)]).float()
-        return self._nearest_cluster(rows.float()), count
+        scale = sum(map(Moments.of, last), Moments.empty(len(columns))).std.clamp_min(1e-12)
+        centres = k_means(last.then(lambda block: block / scale), count, seed=self.seed)
+        self.clusters_ = torch.cat([scale[None], centres]).float()
+        return torch.cat([self._nearest_cluster(block) for block in last]), count
 
     def _nearest_cluster(self, distinct: Tensor) -> Tensor:
         scale, centres = self.clusters_[0], self.clusters_[1:]
@@ -204,9 +213,9 @@ class TypicalityScorer(VectorScorer):
         return (observation.output / self.temperature_).softmax(dim=1)
 
     def _keep_angle(
-        self, name: str, rows: Tensor, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
+        self, name: str, rows: Blocks, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
     ) -> None:
-        angle = _Angle.of((rows - centre) / scale, classes, n_classes, self.seed)
+        angle = _Angle.of(rows.then(lambda block: (block - centre) / scale), classes, n_classes, self.seed)
         for part in ("offset", "whiten", "target"):
             # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
             setattr(self, f"{name}_{part}_", getattr(angle, part).contiguous())
@@ -267,15 +276,15 @@ class _Angle:
     target: Tensor  # (K, P), of length 1; no rows without classes
 
     @classmethod
-    def of(cls, rows: Tensor, classes: Tensor, n_classes: int, seed: int) -> _Angle:
+    def of(cls, rows: Blocks, classes: Tensor, n_classes: int, seed: int) -> _Angle:
         """Learn from rows (N, D) in float64."""
-        bucket, members, sign = _hash_columns(rows.shape[1], seed)
-        sketch = sketch_columns(rows, members, sign)
+        bucket, members, sign = _hash_columns(rows.width, seed)
+        sketch = rows.then(lambda block: sketch_columns(block, members, sign))
         means, counts = class_means(sketch, classes, n_classes)
-        covariance = ledoit_wolf(sketch - means[classes])
+        covariance = ledoit_wolf(block - means[kinds] for block, kinds in sketch.beside(classes))
         jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
         whiten = torch.linalg.cholesky(torch.linalg.inv(covariance + jitter))
-        offset = sketch.mean(dim=0)
+        offset = grand_mean(means, counts)
         target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
         target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
         return cls(bucket, members, sign, offset.float(), whiten.float(), target.float())
