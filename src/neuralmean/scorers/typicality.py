@@ -233,7 +233,7 @@ class TypicalityScorer(VectorScorer):
         return _Angle(*_hash_columns(width, self.seed), *parts)
 
     def _distinct(self, observation: Observation) -> Tensor:
-        return observation.vector[:, self.keep_.long()]
+        return _choose(observation.vector, self.keep_)
 
     def _standardised(self, observation: Observation) -> Tensor:
         """Distance from the usual channel means in units of the within-class deviation, (N, D')."""
@@ -252,10 +252,11 @@ class TypicalityScorer(VectorScorer):
         angle, length = self._angle.with_length(standard)
         feature = energy = reach = torch.zeros_like(far)
         if observation.feature is not None and len(self.feature_keep_):
-            kept = observation.feature[:, self.feature_keep_.long()]
+            kept = _choose(observation.feature, self.feature_keep_)
             feature = self._feature.with_length((kept - self.feature_centre_) / self.feature_scale_)[0]
         if observation.output is not None and len(self.left_) > 1 and not len(self.clusters_):
-            energy = -observation.output.logsumexp(dim=1)
+            # Minus the log-sum-exp, by one kernel where `logsumexp` takes ten.
+            energy = observation.output.log_softmax(dim=1)[:, 0] - observation.output[:, 0]
             reach = energy / length.clamp_min(1e-12)
         return torch.stack([far, angle, feature, reach, energy], dim=1)
 
@@ -310,6 +311,11 @@ class _Angle:
         sketch = sketch_columns(rows, self.members, self.sign)
         whitened: Tensor = (sketch - self.offset) @ self.whiten
         return whitened
+
+
+def _choose(table: Tensor, columns: Tensor) -> Tensor:
+    """Return some columns of a table, given in order: the table itself if these are all."""
+    return table if table.shape[1] == len(columns) else table.index_select(1, columns)
 
 
 def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor, Tensor]:
