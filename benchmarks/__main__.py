@@ -67,7 +67,11 @@ def _run(
             return export.run(names=names, batches=batches, seconds=seconds)
         if part == "peers":
             sizes = (200, 100) if quick else (2000, 1000)
-            return peers.run(name=residual, batches=batches[:2], n_fit=sizes[0], n_test=sizes[1], seconds=seconds * 3)
+            measured = (
+                peers.run(name=name, batches=batches[:2], n_fit=sizes[0], n_test=sizes[1], seconds=seconds * 3)
+                for name in residuals
+            )
+            return [row for rows in measured for row in rows]
         if part == "early-exit":
             n, timed = (100, 10) if quick else (1000, 100)
             found = (
@@ -108,7 +112,7 @@ def _summary(results: dict[str, Any]) -> str:
         if rows:
             parts.append(table(rows, ["model", "mode", "batch", "ratio", "spread", "naive", "frozen"]))
     methods: list[dict[str, Any]] = [
-        {"method": row["method"]}
+        {"model": row["model"], "method": row["method"]}
         | {key: f"{value['ratio']:.2f}" for key, value in row.items() if key.startswith("batch")}
         | row.get("auroc", {})
         for row in results.get("peers") or []
