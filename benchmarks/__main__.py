@@ -121,7 +121,10 @@ def _summary(results: dict[str, Any]) -> str:
         parts.append(table(methods, list(max(methods, key=lambda row: len(list(row))))))
     if results.get("fit"):
         parts.append(
-            table(results["fit"], ["model", "scorer", "images", "seconds", "proportional", "peak_mb", "file_bytes"])
+            table(
+                results["fit"],
+                ["model", "scorer", "images", "seconds", "proportional", "start_mb", "peak_mb", "file_bytes"],
+            )
         )
     return "\n\n".join(parts)
 

@@ -248,9 +248,10 @@ class TestCalibration:
             detector = fitted(model, images)
         assert "holds for fresh inputs" in detector.guarantee
 
-    def test_held_out_data_that_was_fitted_on_is_noticed(self, model, images):
+    @pytest.mark.parametrize("scorer", ["average", "typicality"])
+    def test_held_out_data_that_was_fitted_on_is_noticed(self, model, images, scorer):
         with pytest.warns(CalibrationWarning, match="50 of 250 held-out examples are also in `id_data`"):
-            Detector(model, scorer="average").fit(images, held_out=torch.cat([images[:50], HELD_OUT]))
+            Detector(model, scorer=scorer).fit(images, held_out=torch.cat([images[:50], HELD_OUT]))
 
     def test_too_few_examples_are_an_error_with_the_number_needed(self, model, images):
         with pytest.raises(

@@ -26,7 +26,14 @@ from neuralmean.distributed.chunks import Chunks
 from neuralmean.distributed.engine import Cluster, _Team
 from neuralmean.distributed.pieces import Files, stretches
 from neuralmean.distributed.reading import Batches, Reading
-from neuralmean.errors import ArtefactError, InputError, MissingExtraError, NeuralMeanError, NeuralMeanWarning
+from neuralmean.errors import (
+    ArtefactError,
+    CalibrationWarning,
+    InputError,
+    MissingExtraError,
+    NeuralMeanError,
+    NeuralMeanWarning,
+)
 from neuralmean.images import ImageBatches
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.scoring import Journal
@@ -533,6 +540,12 @@ class TestReferenceAndFit:
         assert ours.fitted["n_id"] == 100
         x = torch.rand(5, 3, 8, 8)
         assert torch.equal(ours.score(x), theirs.score(x))
+
+    def test_the_default_scorer_needs_no_held_out_images(self, good):
+        with pytest.warns(CalibrationWarning, match="pass `held_out` data"):
+            detector = distributed.fit(make_trained, good, preprocessing=SMALL, workers=0)
+        assert detector.calibration_source == "folds"
+        assert detector.fitted["n_id"] == 149
 
     def test_the_reference_is_from_all_data_and_the_rest_from_a_sample_and_it_says_so(self, good, fresh, tmp_path):
         with pytest.warns(NeuralMeanWarning, match="`id_data` has 149 images; scorer and threshold come from 60"):

@@ -88,14 +88,14 @@ def on_disk(monkeypatch):
 
 
 class TestMemory:
-    @pytest.mark.parametrize("held_out", [None, pictures(200, 7)], ids=["alone", "held out"])
+    @pytest.mark.parametrize("held_out", [None, pictures(COUNT, 7)], ids=["alone", "held out"])
     def test_the_average_holds_a_batch_at_a_time(self, wide, held_out):
         average = Detector(wide, scorer="average")
         assert largest_of_fit(average, pictures(COUNT, 1), held_out=held_out) < WHOLE / 10
         assert average.fitted["n_id"] == COUNT
 
     @pytest.mark.parametrize("scorer", ["logistic", "mlp", "typicality"])
-    @pytest.mark.parametrize("held_out", [None, pictures(200, 7)], ids=["alone", "held out"])
+    @pytest.mark.parametrize("held_out", [None, pictures(COUNT, 7)], ids=["alone", "held out"])
     def test_rows_on_disk_are_never_whole_in_memory(self, wide, on_disk, scorer, held_out):
         in_memory = largest_of_fit(Detector(wide, scorer=scorer), pictures(COUNT, 1), held_out=held_out)
         on_disk()

@@ -1,7 +1,7 @@
 """What `fit` keeps of a pass over data: scores alone where nothing is learnt, else each number once.
 
-Digests and the reference are taken as the rows go by, so that nobody needs them afterwards and discrepancies can take
-their place.
+Digests and the reference are taken as the rows go by, so that nobody needs channel means afterwards and discrepancies can
+take their place.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ class Gathered:
         if self._score is not None:
             self._scores.add(self._score(rows))
             return
-        statistics = [rows.means] if self._statistic != "variance" else []
-        if rows.variances is not None:
-            statistics.append(rows.variances)
-        parts = {"vector": torch.cat(statistics, dim=1), "output": rows.output, "feature": rows.feature}
+        wanted = {"mean": (rows.means,), "variance": (rows.variances,), "both": (rows.means, rows.variances)}
+        statistics = torch.cat([part for part in wanted[self._statistic] if part is not None], dim=1)
+        parts = {"vector": statistics, "output": rows.output, "feature": rows.feature}
         for name, part in parts.items():
             if part is not None:
                 self._tables.setdefault(name, Table(self._additions)).add(part)
@@ -140,7 +139,7 @@ def gather(
         ood_data: Out-of-distribution data, or None.
         held_out: In-distribution data for the threshold, or None.
         make: Makes what a set is kept in, given about how many batches will come.
-        beside: What else to make of `id_data`.
+        beside: What else to make of `id_data`; OOD images are made only where there is no `ood_data`.
         batch_size: Rows per forward pass where data comes in one piece.
     """
 
@@ -154,10 +153,11 @@ def gather(
         return own, more if len(more) else None
 
     inliers, made = run(id_data, "id_data", beside)
-    crafted = isinstance(beside, Craft)
-    outliers = made if crafted else None if ood_data is None else run(ood_data, "ood_data")[0]
+    outliers = None if ood_data is None else run(ood_data, "ood_data")[0]
     held = None if held_out is None else run(held_out, "held_out")[0]
-    return Sets(inliers, outliers, held, None if crafted else made, crafted)
+    if isinstance(beside, Craft):
+        return Sets(inliers, made, held, None, crafted=True)
+    return Sets(inliers, outliers, held, made, crafted=False)
 
 
 def _digest(row: Tensor) -> bytes:

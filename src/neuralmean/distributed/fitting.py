@@ -57,6 +57,7 @@ def fit(
     Where the model has no batch-norm buffers the reference comes from all of `id_data`, exactly. Scorer and threshold
     come from at most `max_rows` images of each set, chosen at random (seeded); a warning says so where that leaves some
     out. The driver needs memory for `3 * max_rows * channels` float32 (and as much again for `statistic="both"`).
+    Without `held_out` no images are turned: the threshold comes from a part of `id_data` kept aside.
 
     Args:
         model: A spec (`"timm:resnet50"`), a model, or a function that makes one.

@@ -50,8 +50,12 @@ class Rows:
 
     def margins(self, weights: Tensor) -> Tensor:
         """Return `x_i · w_k + b_k`, shape (K, N), for weights (K, D + 1) whose last column is the intercept."""
-        parts = [(block @ weights[:, :-1].T).T for block in self.blocks()]
-        return torch.cat(parts, dim=1).add_(weights[:, -1:])
+        margins = weights.new_empty(len(weights), self.count)
+        start = 0
+        for block in self.blocks():
+            margins[:, start : start + len(block)] = (block @ weights[:, :-1].T).T
+            start += len(block)
+        return margins.add_(weights[:, -1:])
 
     def pull_back(self, residuals: Tensor) -> Tensor:
         """Return the sums over rows of residual times (row, 1), shape (K, D + 1), for residuals (K, N)."""
