@@ -20,6 +20,7 @@ from neuralmean.errors import (
     ModelMismatchError,
     NotFittedError,
 )
+from neuralmean.scorers import AverageScorer
 from tests.conftest import TinyNet, count_hooks, make_trained
 
 HELD_OUT = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(7))
@@ -499,3 +500,19 @@ def test_what_was_fitted_in_inference_mode_serves_outside(model, images, scorer)
         inside = detector(images[:4])[1].score
     torch.testing.assert_close(detector(images[:4])[1].score, inside)
     assert detector.explain(images[:4]).by_layer.shape == (4, len(detector.layers))
+
+
+def test_a_scorer_of_ones_own_is_fitted_also_if_it_names_nothing_that_it_learns(model, images):
+    class Widest(AverageScorer):
+        name = "widest"
+
+        def fit(self, inliers, outliers=None):
+            self.column = int(inliers.std(dim=0).argmax())
+            return self
+
+        def score(self, vectors):
+            return vectors[:, self.column].abs()
+
+    detector = Detector(model, scorer=Widest()).fit(images, held_out=images.roll(1, dims=3))
+    vectors = detector.discrepancy(images)
+    assert torch.equal(detector.score(images), vectors[:, vectors.std(dim=0).argmax()].abs())

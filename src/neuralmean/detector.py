@@ -34,7 +34,7 @@ from neuralmean.observer import FIND_HEAD, Craft, Observer, Rows, Turn
 from neuralmean.progress import track
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact, to_artefact
-from neuralmean.scorers import Observation, Scorer
+from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.traced import trace
 
 
@@ -184,9 +184,9 @@ class Detector:
             beside = Turn(fitting.rotate_every(_count_rows(id_data, batch_size), rate))
         elif ood_data is None and getattr(scorer, "uses_outliers", False):
             beside = Craft()
-        # Whether rows can be scored as they come: nothing is learnt from them, neither vectors nor scores.
+        # Whether rows can be scored as they come, as nothing is learnt from them. (A scorer of the user's own has its `fit`.)
         at_once = self.reference is not None and self.statistic != "both" and not early_exit
-        at_once = at_once and beside is None and fitting.learns_nothing(scorer)
+        at_once = at_once and type(scorer) is AverageScorer
         make = partial(
             Gathered,
             statistic=self.statistic,

@@ -120,7 +120,7 @@ def fit_and_score_inliers(
         return score_blocks(scorer, turned), "rotated"
     needed = check_enough(len(inliers), rate)
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
-    if learns_nothing(scorer):  # so all rows are as good as held out
+    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, inliers), "all"
     if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
@@ -136,11 +136,6 @@ def choose_scores(inliers: Tensor, held_out: Tensor | None, rate: float) -> tupl
         return held_out, "held_out"
     check_enough(len(inliers), rate)
     return inliers, "all"
-
-
-def learns_nothing(scorer: Scorer) -> bool:
-    """Whether a scorer is the same before and after `fit`."""
-    return not getattr(scorer, "learnt", True)
 
 
 def check_enough(count: int, rate: float) -> int:
