@@ -62,7 +62,9 @@ class DetectorGraph(nn.Module):
         if detector.scale is not None:
             self.register_buffer("scale_mean", detector.scale.mean.clone())
             self.register_buffer("scale_std", detector.scale.std.clamp_min(1e-12))
-        self.register_buffer("calibration_scores", detector.calibration.scores.clone())
+        # One more than any score, for the one that a p-value counts besides the held-out scores.
+        scores = detector.calibration.scores
+        self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
@@ -73,8 +75,7 @@ class DetectorGraph(nn.Module):
         seen = Observation(vector, recording.logits, recording.feature) if self.needs else vector
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
-        at_least = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().sum(dim=1)
-        p_value = (1 + at_least) / (self.calibration_scores.shape[0] + 1)
+        p_value = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().mean(dim=1)
         return output, score, p_value, score > self.threshold
 
     def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:
