@@ -270,3 +270,16 @@ def test_a_compiled_model_gives_the_same_means():
         torch.testing.assert_close(recording.output, model(x))
         assert recorder(to_batch(x[:3])).mean.shape == (3, 10)
     assert count_hooks(model) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_many_compiled_models_do_not_use_up_what_the_compiler_allows_one():
+    x = torch.rand(4, 3, 8, 8)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for width in range(4, 8):
+            model = nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()).eval()
+            expected = Recorder(model, select_layers(model))(to_batch(x)).mean
+            compiled = torch.compile(model)
+            found = Recorder(compiled, select_layers(compiled))(to_batch(x)).mean
+            torch.testing.assert_close(found, expected)

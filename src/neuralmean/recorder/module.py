@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from neuralmean.layers import Layer
@@ -15,6 +18,8 @@ from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink
 from neuralmean.recording import Exits, Recording
 from neuralmean.running import device_of, shared_copy
+
+_numbers = count()
 
 
 class RecordingModule(nn.Module):
@@ -71,6 +76,15 @@ class RecordingModule(nn.Module):
         recorded = (*found, sink.feature, sink.logits)
         sink.clear()
         return output, recorded
+
+    def compiled(self) -> Callable[..., Any]:
+        """Return what `torch.compile` makes of `forward`.
+
+        It gives up on code that it compiled often, over all modules that share it: each compilation has code of its own.
+        """
+        own = type(self).forward
+        code = own.__code__.replace(co_name=f"forward_{next(_numbers)}")
+        return torch.compile(MethodType(FunctionType(code, own.__globals__), self))
 
     def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
         """Return the means of the watched layers, or of the first `depth`, given what was recorded, side by side."""

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from neuralmean.data import Batch, check_input
@@ -105,7 +104,7 @@ class Recorder:
         with self._lock:
             if self._compiled is None:
                 twin = RecordingModule(self._core, self.layers, variance=self.variance, head=self.head)
-                self._compiled = twin, torch.compile(twin)
+                self._compiled = twin, twin.compiled()
             twin, compiled = self._compiled
             output, recorded = compiled(batch.args, batch.kwargs, batch.mask)
         return twin.to_recording(output, recorded, len(batch))
