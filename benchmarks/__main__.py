@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.only:
         print(f"\n## {part}\n", flush=True)
-        results[part] = _run(part, names, batches, modes, seconds, quick)
-        (options.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n")
+        results[part] = []
+        for row in _run(part, names, batches, modes, seconds, quick):
+            results[part].append(row)
+            (options.out / "speed.json").write_text(
+                json.dumps(results, indent=1) + "\n"
+            )  # an interruption loses one row
     if "peers" in results and plot.draw(results["peers"], options.out / "cost.png", batch=batches[0]):
         print(f"\nplot: {options.out / 'cost.png'}")
     print(f"\n{_summary(results)}\n\nresults: {options.out / 'speed.json'}")
@@ -56,33 +61,27 @@ def main() -> int:
 
 def _run(
     part: str, names: tuple[str, ...], batches: tuple[int, ...], modes: tuple[str, ...], seconds: float, quick: bool
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     residuals = [name for name in ("resnet56", "resnet34") if name in names] or ["resnet56"]
-    residual = residuals[0]
     try:
         if part == "recording":
-            return recording.run(names=names, batches=batches, modes=modes, seconds=seconds)
-        if part == "export":
-            return export.run(names=names, batches=batches, seconds=seconds)
-        if part == "peers":
-            sizes = (200, 100) if quick else (2000, 1000)
-            measured = (
-                peers.run(name=name, batches=batches[:2], n_fit=sizes[0], n_test=sizes[1], seconds=seconds * 3)
-                for name in residuals
-            )
-            return [row for rows in measured for row in rows]
-        if part == "early-exit":
-            n, timed = (100, 10) if quick else (1000, 100)
-            found = (
-                early_exit.run(name=name, scorers=("logistic",), n=n, n_timed=timed, seconds=seconds * 3)
-                for name in residuals
-            )
-            return [row for rows in found for row in rows]
-        return fit.run(name=residual, sizes=(500, 1000) if quick else (1000, 5000, 20000, 50000))
+            yield from recording.run(names=names, batches=batches, modes=modes, seconds=seconds)
+        elif part == "export":
+            yield from export.run(names=names, batches=batches, seconds=seconds)
+        elif part == "fit":
+            yield from fit.run(name=residuals[0], sizes=(500, 1000) if quick else (1000, 5000, 20000, 50000))
+        for name in residuals:
+            if part == "peers":
+                sizes = (200, 100) if quick else (2000, 1000)
+                yield from peers.run(
+                    name=name, batches=batches[:2], n_fit=sizes[0], n_test=sizes[1], seconds=seconds * 3
+                )
+            elif part == "early-exit":
+                n, timed = (100, 10) if quick else (1000, 100)
+                yield from early_exit.run(name=name, scorers=("logistic",), n=n, n_timed=timed, seconds=seconds * 3)
     except ImportError as error:  # an extra that is not installed: the other parts still run
         print(f"{part} was left out: {error}", file=sys.stderr)
-        return []
 
 
 def _machine() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from neuralmean.pooling import pool_means
 from neuralmean.shortcuts import convolve_shortcuts
 
 
-def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> list[dict[str, Any]]:
-    """Return one row for each model and batch: the ratios, and the largest difference of scores to torch."""
+def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield one row for each model and batch: the ratios, and the largest difference of scores to torch."""
     import onnxruntime
 
-    rows = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             detector = _detector(name)
@@ -36,15 +36,14 @@ def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> 
             options.intra_op_num_threads = torch.get_num_threads()
             sessions = [onnxruntime.InferenceSession(path, options) for path in (plain, arranged, whole)]
             for size in batches:
-                rows.append(_measure(name, detector, sessions, size, seconds))
-                row = rows[-1]
+                row = _measure(name, detector, sessions, size, seconds)
                 print(
                     f"{name:12s} onnxruntime    batch {size:3d}: plain {row['plain']['seconds'] * 1e3:8.2f} ms, "
                     f"arranged as ours {row['arranged']['ratio']:.3f}, with detection {row['detection']['ratio']:.3f}, "
                     f"largest difference {row['difference']:.2g}",
                     flush=True,
                 )
-    return rows
+                yield row
 
 
 def _measure(name: str, detector: Detector, sessions: list[Any], size: int, seconds: float) -> dict[str, Any]:

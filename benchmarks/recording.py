@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -23,17 +23,16 @@ MODES = ("eager", "channels-last", "compile")
 
 def run(
     *, names: tuple[str, ...], batches: tuple[int, ...], modes: tuple[str, ...], seconds: float
-) -> list[dict[str, Any]]:
-    """Return one row for each model, batch and mode: ratios of naive hooks, of the recorder and of its graph."""
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each model, batch and mode: ratios of naive hooks, of the recorder and of its graph."""
     for name in names:
         for mode in modes:
             if mode not in MODES:
                 continue
             for batch in batches:
-                rows.append(_measure(name, batch, mode, seconds))
-                print(_line(rows[-1]), flush=True)
-    return rows
+                row = _measure(name, batch, mode, seconds)
+                print(_line(row), flush=True)
+                yield row
 
 
 def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
