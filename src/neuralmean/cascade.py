@@ -57,7 +57,7 @@ class SpreadScorer(VectorScorer):
 
     def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
         """Learn the mean and deviation of each column."""
-        moments = sum(map(Moments.of, Blocks(inliers)), Moments.empty(inliers.shape[1]))
+        moments = Moments.of_blocks(Blocks(inliers), inliers.shape[1])
         self.mean_, std = moments.mean.float(), moments.std
         self.std_ = (
             std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12).float()

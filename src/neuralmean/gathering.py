@@ -78,7 +78,7 @@ class Gathered:
     def moments(self, reference: Reference) -> Moments:
         """Return the moments of the discrepancies, before they are standardised."""
         found = (discrepancy(rows.means, rows.variances, reference, self._statistic) for _, rows in self._blocks())
-        return sum(map(Moments.of, found), Moments.empty(self._tables["vector"].rows.shape[1]))
+        return Moments.of_blocks(found, self._tables["vector"].rows.shape[1])
 
     def _blocks(self) -> Iterator[tuple[Tensor, Rows]]:
         """Yield the statistics a block at a time: as they are held, and as rows, which look at the same numbers."""

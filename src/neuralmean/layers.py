@@ -20,6 +20,7 @@ from neuralmean.errors import InputError, LayerNotFoundError
 
 Kind = Literal["batchnorm", "convolution", "layernorm", "norm", "linear"]
 
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)  # that hold a model as `module`
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYER_NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm)
 
@@ -46,7 +47,7 @@ class Layer:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside DataParallel, DistributedDataParallel and `torch.compile` wrappers."""
     while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        if isinstance(model, WRAPPERS):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = cast(nn.Module, model._orig_mod)

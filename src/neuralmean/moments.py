@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ class Moments:
         rows = rows.detach().cpu().double()
         mean = rows.mean(dim=0)
         return cls(len(rows), mean, (rows - mean).square().sum(dim=0))
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[Tensor], channels: int) -> Moments:
+        """Moments of rows that come in blocks, shapes (n, C)."""
+        return sum(map(cls.of, blocks), cls.empty(channels))
 
     def __add__(self, other: Moments) -> Moments:
         if not isinstance(other, Moments):

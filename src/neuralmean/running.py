@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+from neuralmean.layers import WRAPPERS
+
 _training = operator.attrgetter("training")
 _eval_lock = threading.Lock()
 _eval_users: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = weakref.WeakKeyDictionary()
@@ -73,7 +74,7 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was applied to `model`."""
-    while isinstance(model, _WRAPPERS):
+    while isinstance(model, WRAPPERS):
         model = model.module
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
 

@@ -171,7 +171,7 @@ class TypicalityScorer(VectorScorer):
         keep = distinct_columns(feature, seed=self.seed)
         self.feature_keep_ = keep.int()
         rows = feature.then(lambda block: block[:, keep].double())
-        moments = sum(map(Moments.of, rows), Moments.empty(len(keep)))
+        moments = Moments.of_blocks(rows, len(keep))
         middle, scale = moments.mean, moments.std.clamp_min(1e-12)
         self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
         self._keep_angle("feature", rows, classes, n_classes, middle, scale)
@@ -194,7 +194,7 @@ class TypicalityScorer(VectorScorer):
         columns = columns[-max(min(32, len(columns)), len(columns) // 8) :]
         last = vectors.then(lambda block: block[:, columns])
         # Centres and rows are compared in units of each column's deviation; the first row of the state is that unit.
-        scale = sum(map(Moments.of, last), Moments.empty(len(columns))).std.clamp_min(1e-12)
+        scale = Moments.of_blocks(last, len(columns)).std.clamp_min(1e-12)
         centres = k_means(last.then(lambda block: block / scale), count, seed=self.seed)
         self.clusters_ = torch.cat([scale[None], centres]).float()
         return torch.cat([self._nearest_cluster(block) for block in last]), count
