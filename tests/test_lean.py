@@ -10,8 +10,8 @@ from torch import nn
 
 from neuralmean.data import to_batch
 from neuralmean.layers import select_layers
-from neuralmean.recorder import Recorder
-from neuralmean.recorder.lean import lean_forward
+from neuralmean.recorder import Recorder, plan
+from neuralmean.recorder.lean import lean_forward, lean_in_steps
 
 SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
 
@@ -52,6 +52,35 @@ def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
     assert torch.equal(forward(x), layer(x))
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "transposed": lambda x: x.transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 1e-3}])
+@pytest.mark.parametrize("step", [1, 2, 5, 9])
+def test_a_batch_norm_in_steps_gives_the_same_bits_and_the_sums(layout, options, step):
+    layer, x = trained_norm(nn.BatchNorm2d, **options), LAYOUTS[layout](torch.randn(5, 4, 6, 7))
+    sums = torch.empty(5, 9)[:, 3:7]  # in a wider table, as those of a recorder
+    with torch.no_grad():
+        output = lean_in_steps(layer)(x, step, (2, 3), sums)
+        assert torch.equal(output, layer(x))
+    assert output.stride() == layer(x).stride()
+    torch.testing.assert_close(sums, x.sum((2, 3)), rtol=0, atol=1e-5)
+
+
+def test_a_batch_norm_in_steps_without_statistics_normalises_by_the_whole_batch():
+    layer, x = nn.BatchNorm2d(4, track_running_stats=False).eval(), torch.randn(5, 4, 6, 6)
+    sums = torch.empty(5, 4)
+    with torch.no_grad():
+        assert torch.equal(lean_in_steps(layer)(x, 2, (2, 3), sums), layer(x))
+    assert torch.equal(sums, x.sum((2, 3)))
+
+
 class Loud(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x) + 1
@@ -60,6 +89,7 @@ class Loud(nn.BatchNorm2d):
 @pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)])
 def test_any_other_layer_goes_its_own_way(layer):
     assert lean_forward(layer) is None
+    assert lean_in_steps(layer) is None
 
 
 def make_net():
@@ -160,3 +190,25 @@ def test_gradients_flow_as_they_do_without():
     model.zero_grad()
     recorder(to_batch(x)).output.square().sum().backward()
     assert all(torch.equal(parameter.grad, one) for parameter, one in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_large_activations_are_read_in_steps_with_the_same_numbers(mode, monkeypatch):
+    model, x = make_net(), torch.randn(7, 3, 8, 8)
+    with torch.no_grad():
+        expected = recorder_of(model)(to_batch(x))
+    monkeypatch.setattr(plan, "_LARGE", 100)
+    monkeypatch.setattr(
+        plan, "_STEP", 400
+    )  # two inputs of the first norm and six of the second, 144 and 64 numbers each
+    seen, norm = [], torch.native_batch_norm
+    monkeypatch.setattr(
+        torch, "native_batch_norm", lambda x, *rest, **out: seen.append(len(x)) or norm(x, *rest, **out)
+    )
+    recorder = recorder_of(model)
+    seen.clear()
+    with mode():
+        recording = recorder(to_batch(x))
+    assert torch.equal(recording.output, expected.output)
+    assert torch.equal(recording.mean, expected.mean)
+    assert seen == ([] if mode is torch.enable_grad else [2, 2, 2, 1, 6, 1])

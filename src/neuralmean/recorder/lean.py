@@ -3,6 +3,9 @@
 A batch norm of torch asks itself a dozen questions before it calls its kernel. In evaluation mode, with an input of a known
 shape, all the answers are known: calling the kernel at once saves about as much time as one channel mean takes. The
 result is the same, bit for bit.
+
+An activation that is larger than the processor's caches is normalised a few inputs at a time, and each few are summed up while
+they are still near: it comes from main memory once rather than twice.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
+InSteps = Callable[[Tensor, int, tuple[int, ...], Tensor], Tensor]  # input, rows of a step, what to sum over, where to
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -46,3 +50,35 @@ def lean_forward(module: nn.Module) -> Forward | None:
 
         return layer_norm
     return None
+
+
+def lean_in_steps(module: nn.Module) -> InSteps | None:
+    """Return what a batch norm does in evaluation mode and without gradients, and sums its input up on the way.
+
+    None for a layer that is not one of torch's own.
+
+    Example:
+        >>> layer, x, sums = nn.BatchNorm2d(3).eval(), torch.rand(5, 3, 4, 4), torch.empty(5, 3)
+        >>> with torch.no_grad():
+        ...     output = lean_in_steps(layer)(x, 2, (2, 3), sums)
+        >>> torch.equal(output, layer(x)), torch.equal(sums, x.sum((2, 3)))
+        (True, True)
+    """
+    if type(module) is not nn.BatchNorm2d:
+        return None
+    own, parameters, buffers = cast(Forward, lean_forward(module)), module._parameters, module._buffers
+
+    def batch_norm(x: Tensor, step: int, dims: tuple[int, ...], sums: Tensor) -> Tensor:
+        mean, variance = buffers["running_mean"], buffers["running_var"]
+        weight, bias = parameters["weight"], parameters["bias"]
+        if mean is None or not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+            torch.sum(x, dims, out=sums)
+            return own(x)
+        output, unused = torch.empty_like(x), x.new_empty(0)
+        for rows, normed, summed in zip(*(torch.split(whole, step) for whole in (x, output, sums)), strict=True):
+            out = (normed, unused, unused)
+            torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, module.eps, out=out)
+            torch.sum(rows, dims, out=summed)
+        return output
+
+    return batch_norm

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from neuralmean.channels import positions
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
-from neuralmean.recorder.lean import Forward, lean_forward
+from neuralmean.recorder.lean import Forward, InSteps, lean_forward, lean_in_steps
 
 _SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
+_LARGE = 1 << 23  # numbers in an activation that no cache holds: 32 MB
+_STEP = 1 << 21  # numbers of it to be summed up at a time: 8 MB
 
 
 class Slot(NamedTuple):
@@ -26,6 +28,7 @@ class Slot(NamedTuple):
     dims: tuple[int, ...]  # of the positions
     n_positions: int
     sums: Tensor  # (N, C)
+    step: int  # rows to be summed up at a time of an activation that no cache holds; else 0
 
 
 def is_plain(activation: Any, slot: Slot) -> bool:
@@ -71,7 +74,9 @@ class Plan:
         if not self._watched:
             modules = [self.module(layer.name) for layer in self.layers]
             self._watched = [
-                Watched(module, layer.reads_input, lean_forward(module) if layer.reads_input else None)
+                Watched(module, True, lean_forward(module), lean_in_steps(module))
+                if layer.reads_input
+                else Watched(module, False, None, None)
                 for module, layer in zip(modules, self.layers, strict=True)
             ]
         return self._watched
@@ -121,7 +126,9 @@ class Memory:
         channels_last, sums = self._layers[index].channels_last, self._parts[index]
         dims = positions(len(shape), channels_last)
         if dims and (shape[0], shape[-1 if channels_last else 1]) == tuple(sums.shape):
-            self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums)
+            is_large = shape.numel() > _LARGE and self.device.type == "cpu"
+            step = max(1, _STEP * self.size // shape.numel()) if is_large else 0
+            self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums, step)
             self.shapes[index], self._counts = shape, None
 
     def means(self, depth: int) -> Tensor:
@@ -138,8 +145,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Watched:
-    """A layer of the model at hand, how it is read, and the short way through it, where there is one."""
+    """A layer of the model at hand, how it is read, and the short ways through it, where there are any."""
 
     module: nn.Module
     reads_input: bool
     lean: Forward | None
+    in_steps: InSteps | None

@@ -163,6 +163,10 @@ class Sink:
         """Add the plain activation that a slot is for."""
         plain = activation.detach() if activation.requires_grad else activation
         torch.sum(plain, slot.dims, out=slot.sums)
+        self.filled(index)
+
+    def filled(self, index: int) -> None:
+        """Hear that the sums of a layer are in its slot."""
         self.slots[index] = None
         if index < self.exits_end:
             self._look_at_exits(index)

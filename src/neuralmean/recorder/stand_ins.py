@@ -11,6 +11,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -26,6 +27,9 @@ class Pass(Protocol):
 
     def fill(self, index: int, slot: Slot, activation: Tensor) -> None:
         """Add the plain activation that a slot is for."""
+
+    def filled(self, index: int) -> None:
+        """Hear that the sums of a layer are in its slot."""
 
     def add_any(self, index: int, activation: Tensor | None) -> None:
         """Add any other activation."""
@@ -81,7 +85,7 @@ class StandIns:
                         del attributes["forward"]
 
     def _forward(self, index: int, watched: Watched, lean: Forward) -> Callable[..., Any]:
-        sinks, own, module = self._sinks, type(watched.module).forward, watched.module
+        sinks, own, module, in_steps = self._sinks, type(watched.module).forward, watched.module, watched.in_steps
 
         def forward(input: Tensor) -> Any:  # noqa: A002 - as torch's norm layers call it
             sink = None if is_compiling() else sinks.get(get_ident())
@@ -91,6 +95,10 @@ class StandIns:
             if slot is None or not is_plain(input, slot):
                 sink.add_any(index, input)
                 return own(module, input)
+            if slot.step and in_steps is not None and not torch.is_grad_enabled():
+                output = in_steps(input, slot.step, slot.dims, slot.sums)
+                sink.filled(index)
+                return output
             output = lean(input)
             sink.fill(index, slot, input)  # behind the layer, which has brought it near the processor
             return output
