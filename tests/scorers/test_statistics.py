@@ -6,15 +6,14 @@ import torch
 from torch import nn
 
 from neuralmean.scorers.statistics import (
+    Sketch,
     class_means,
     distinct_columns,
     explained_share,
     k_means,
     ledoit_wolf,
     low_rank,
-    members_of,
     shrink_means,
-    sketch_columns,
 )
 from neuralmean.table import Blocks
 
@@ -111,10 +110,8 @@ def test_k_means_finds_clusters_that_are_there():
 
 def test_a_sketch_adds_signed_columns_up():
     rows = torch.tensor([[1.0, 2.0, 4.0]])
-    assert sketch_columns(rows, members_of(torch.tensor([0, 1, 0])), torch.tensor([1.0, 1.0, -1.0])).tolist() == [
-        [-3.0, 2.0]
-    ]
-    assert sketch_columns(rows, members_of(torch.arange(3)), torch.ones(3)) is rows
+    assert Sketch.of(torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, -1.0])).add_up(rows).tolist() == [[-3.0, 2.0]]
+    assert Sketch.of(torch.arange(3), torch.ones(3)).add_up(rows) is rows
 
 
 def test_a_sketch_is_a_loop_over_columns():
@@ -124,17 +121,17 @@ def test_a_sketch_is_a_loop_over_columns():
     expected = torch.zeros(5, 7)
     for column in range(40):
         expected[:, bucket[column]] += sign[column] * rows[:, column]
-    torch.testing.assert_close(sketch_columns(rows, members_of(bucket), sign), expected)
+    torch.testing.assert_close(Sketch.of(bucket, sign).add_up(rows), expected)
 
 
 def test_a_sketch_is_exported_without_scattering():
-    class Sketch(nn.Module):
-        members, sign = members_of(torch.arange(20) % 7), torch.ones(20)
+    class Sketching(nn.Module):
+        sketch = Sketch.of(torch.arange(20) % 7, torch.ones(20))
 
         def forward(self, rows):
-            return sketch_columns(rows, self.members, self.sign)
+            return self.sketch.add_up(rows)
 
     batch = torch.export.Dim("batch")
-    program = torch.export.export(Sketch(), (torch.randn(3, 20),), dynamic_shapes=({0: batch},))
+    program = torch.export.export(Sketching(), (torch.randn(3, 20),), dynamic_shapes=({0: batch},))
     used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not [name for name in used if "scatter" in name or "index_add" in name]

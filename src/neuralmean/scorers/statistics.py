@@ -1,4 +1,4 @@
-"""Class-conditional statistics that the typicality scorer is made of: pure functions of tensors.
+"""Class-conditional statistics that the typicality scorer is made of, and its sketch of columns: pure functions of tensors.
 
 Rows are read in blocks and added up in float64, so that there may be more of them than memory holds.
 """
@@ -6,6 +6,7 @@ Rows are read in blocks and added up in float64, so that there may be more of th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -132,28 +133,38 @@ def k_means(rows: Blocks, clusters: int, *, seed: int = 0, iterations: int = 30)
     return centres
 
 
-def members_of(bucket: Tensor) -> Tensor:
-    """Return the columns of each bucket, (P, m), given the bucket of each column, (D,); D where a bucket has fewer than m.
+@dataclass(frozen=True)
+class Sketch:
+    """Columns hashed with signs into fewer buckets, which keeps inner products in expectation: a count sketch."""
 
-    Example:
-        >>> members_of(torch.tensor([0, 1, 0]))
-        tensor([[0, 2],
-                [1, 3]])
-    """
-    counts = torch.bincount(bucket)
-    order = torch.argsort(bucket, stable=True)
-    place = torch.arange(len(bucket)) - (counts.cumsum(0) - counts)[bucket[order]]
-    members = torch.full((len(counts), int(counts.max()) if len(counts) else 1), len(bucket))
-    members[bucket[order], place] = order
-    return members
+    bucket: Tensor  # (D,) int64, of each column
+    sign: Tensor  # (D,)
+    members: Tensor  # (m, P) int64, columns of each bucket; the first column where a bucket has fewer than m
+    weight: Tensor  # (m, P), their signs, and 0 for what is no member
 
+    @classmethod
+    def of(cls, bucket: Tensor, sign: Tensor) -> Sketch:
+        """Make a sketch of the bucket and the sign of each column, (D,) each.
 
-def sketch_columns(rows: Tensor, members: Tensor, sign: Tensor) -> Tensor:
-    """Add the signed columns of each bucket up, (N, D) to (N, P): a count sketch, or the rows themselves if P = D.
+        Example:
+            >>> Sketch.of(torch.tensor([0, 1, 0]), torch.tensor([1.0, 1.0, -1.0])).add_up(torch.tensor([[1.0, 2.0, 5.0]]))
+            tensor([[-4.,  2.]])
+        """
+        counts = torch.bincount(bucket)
+        order = torch.argsort(bucket, stable=True)
+        place = torch.arange(len(bucket)) - (counts.cumsum(0) - counts)[bucket[order]]
+        shape = int(counts.max()) if len(counts) else 1, len(counts)
+        members, weight = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=sign.dtype)
+        members[place, bucket[order]] = order
+        weight[place, bucket[order]] = sign[order]
+        return cls(bucket, sign, members, weight)
 
-    Columns are gathered and not scattered: onnxruntime adds scattered ones up in several threads at once, and loses some.
-    """
-    if members.shape[1] == 1:
-        return rows
-    padded = torch.nn.functional.pad(rows * sign.to(rows.dtype), (0, 1))
-    return padded.index_select(1, members.flatten()).view(-1, *members.shape).sum(dim=2)
+    def add_up(self, rows: Tensor) -> Tensor:
+        """Add the signed columns of each bucket up, (N, D) to (N, P): the rows themselves if each column has a bucket.
+
+        Columns are gathered and not scattered: onnxruntime adds scattered ones up in several threads at once, and loses some.
+        """
+        if len(self.members) == 1:
+            return rows
+        gathered = rows.index_select(1, self.members.flatten()).view(-1, *self.members.shape)
+        return (gathered * self.weight.to(rows.dtype)).sum(dim=1)

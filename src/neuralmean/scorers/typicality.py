@@ -18,6 +18,7 @@ from neuralmean.errors import InputError
 from neuralmean.moments import Moments
 from neuralmean.scorers.base import Observation, VectorScorer
 from neuralmean.scorers.statistics import (
+    Sketch,
     class_means,
     distinct_columns,
     explained_share,
@@ -25,9 +26,7 @@ from neuralmean.scorers.statistics import (
     k_means,
     ledoit_wolf,
     low_rank,
-    members_of,
     shrink_means,
-    sketch_columns,
 )
 from neuralmean.table import Blocks
 
@@ -230,7 +229,7 @@ class TypicalityScorer(VectorScorer):
 
     def _make_angle(self, name: str, width: int) -> _Angle:
         parts = [getattr(self, f"{name}_{part}_") for part in ("offset", "whiten", "target")]
-        return _Angle(*_hash_columns(width, self.seed), *parts)
+        return _Angle(_hash_columns(width, self.seed), *parts)
 
     def _distinct(self, observation: Observation) -> Tensor:
         return _choose(observation.vector, self.keep_)
@@ -265,13 +264,11 @@ class TypicalityScorer(VectorScorer):
 class _Angle:
     """Whitened angle between a row and its nearest class mean; without classes, the whitened distance from the mean.
 
-    Standardised rows are hashed with random signs into at most 512 buckets (a count sketch, which keeps inner products
-    in expectation), centred and whitened by the Ledoit-Wolf covariance within classes.
+    Standardised rows are hashed with random signs into at most 512 buckets, centred and whitened by the Ledoit-Wolf
+    covariance within classes.
     """
 
-    bucket: Tensor  # (D,) int64, of each column
-    members: Tensor  # (P, m) int64, columns of each bucket
-    sign: Tensor  # (D,)
+    sketch: Sketch
     offset: Tensor  # (P,)
     whiten: Tensor  # (P, P)
     target: Tensor  # (K, P), of length 1; no rows without classes
@@ -279,21 +276,21 @@ class _Angle:
     @classmethod
     def of(cls, rows: Blocks, classes: Tensor, n_classes: int, seed: int) -> _Angle:
         """Learn from rows (N, D) in float64."""
-        bucket, members, sign = _hash_columns(rows.width, seed)
-        sketch = rows.then(lambda block: sketch_columns(block, members, sign))
-        means, counts = class_means(sketch, classes, n_classes)
-        covariance = ledoit_wolf(block - means[kinds] for block, kinds in sketch.beside(classes))
+        sketch = _hash_columns(rows.width, seed)
+        sketched = rows.then(sketch.add_up)
+        means, counts = class_means(sketched, classes, n_classes)
+        covariance = ledoit_wolf(block - means[kinds] for block, kinds in sketched.beside(classes))
         jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
         whiten = torch.linalg.cholesky(torch.linalg.inv(covariance + jitter))
         offset = grand_mean(means, counts)
         target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
         target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        return cls(bucket, members, sign, offset.float(), whiten.float(), target.float())
+        return cls(sketch, offset.float(), whiten.float(), target.float())
 
     def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the term of each row and the whitened length of the row, (N,) each."""
         whitened = self._whitened(rows)
-        length = whitened.norm(dim=1)
+        length = torch.linalg.vector_norm(whitened, dim=1)  # a kernel, where `norm` is Python
         if not len(self.target):
             return length, length
         return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12), length
@@ -304,12 +301,11 @@ class _Angle:
         length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
         direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
         along = direction / length @ self.whiten.T
-        shares: Tensor = rows * self.sign * along[:, self.bucket]
+        shares: Tensor = rows * self.sketch.sign * along[:, self.sketch.bucket]
         return shares
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        sketch = sketch_columns(rows, self.members, self.sign)
-        whitened: Tensor = (sketch - self.offset) @ self.whiten
+        whitened: Tensor = (self.sketch.add_up(rows) - self.offset) @ self.whiten
         return whitened
 
 
@@ -318,11 +314,11 @@ def _choose(table: Tensor, columns: Tensor) -> Tensor:
     return table if table.shape[1] == len(columns) else table.index_select(1, columns)
 
 
-def _hash_columns(width: int, seed: int, buckets: int = 512) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bucket of each column, the columns of each bucket, and signs; up to 512 columns have a bucket each."""
+def _hash_columns(width: int, seed: int, buckets: int = 512) -> Sketch:
+    """Return random buckets and signs of columns; up to 512 columns have a bucket each."""
     if width <= buckets:
-        return torch.arange(width), torch.arange(width)[:, None], torch.ones(width)
+        return Sketch.of(torch.arange(width), torch.ones(width))
     generator = torch.Generator().manual_seed(seed)
     bucket = torch.arange(width)[torch.randperm(width, generator=generator)] % buckets
     sign = torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1.0
-    return bucket, members_of(bucket), sign
+    return Sketch.of(bucket, sign)
