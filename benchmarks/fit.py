@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import subjects
-from neuralmean import Detector
+from neuralmean import Detector, memory
 from neuralmean.errors import CalibrationWarning
 
 TURNS = 5
@@ -79,7 +79,7 @@ def measure(name: str, size: int, scorer: str) -> dict[str, Any]:
     detector = Detector(model, scorer=scorer)
     with torch.no_grad():
         model(subjects.images(64))
-    start_mb = peak_mb()
+    before = memory.peak()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
         begin = time.perf_counter()
@@ -93,22 +93,15 @@ def measure(name: str, size: int, scorer: str) -> dict[str, Any]:
         "scorer": scorer,
         "images": size,
         "seconds": seconds,
-        "peak_mb": peak_mb(),
-        "start_mb": start_mb,
+        "peak_mb": _mb(memory.peak()),
+        "start_mb": _mb(before),
         "file_bytes": file_bytes,
     }
 
 
-def peak_mb() -> float:
-    """Return the largest resident size of this process so far, in MB."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # what `getrusage` says goes on counting from the process that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1e3
-    import resource
-
-    factor = 1e6 if sys.platform == "darwin" else 1e3
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / factor
+def _mb(size: int | None) -> float:
+    """Return bytes as MB; NaN where the system does not say."""
+    return float("nan") if size is None else size / 1e6
 
 
 if __name__ == "__main__":

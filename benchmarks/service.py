@@ -69,8 +69,7 @@ class Server:
 
     def rss_mb(self) -> float:
         """Resident memory of the server."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+        return (memory.resident(self.process.pid) or 0) / 1e6
 
     def stop(self) -> int:
         """Ask it to end and return its exit code."""

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process that asked for it, and with nobody else."""
+"""Freed memory stays with the process that asked for it, and with nobody else; what a process holds is its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+
+from neuralmean import memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 
@@ -42,3 +44,29 @@ def test_pages_are_asked_for_once_and_not_every_time():
 def test_who_has_set_up_the_allocator_keeps_it(name):
     code = "from neuralmean import memory; print(memory.keep_freed())"
     assert run(code, **{name: ""}) == "False"
+
+
+HOLDS = """
+from neuralmean import memory
+before = memory.resident()
+held = b"x" * 200_000_000
+held = None
+assert memory.peak() - before > 190_000_000, memory.peak()
+assert memory.resident() < memory.peak()
+assert memory.reset_peak()
+print(memory.peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say")
+def test_the_peak_is_that_of_the_process_and_begins_anew():
+    own = b"x" * 600_000_000  # of which a child must know nothing
+    assert memory.peak() > 600_000_000
+    assert int(run(HOLDS)) < 150_000_000
+    assert memory.peak(os.getpid()) == memory.peak()
+    del own
+
+
+def test_nothing_is_known_of_a_process_that_is_not():
+    assert memory.peak(2**31 - 1) is None
+    assert memory.resident(2**31 - 1) is None

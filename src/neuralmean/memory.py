@@ -1,4 +1,4 @@
-"""Memory that one forward pass frees is kept for the next one.
+"""Memory of a process: how much it holds, and freed memory that is kept for the next forward pass.
 
 glibc gives large blocks back to the system as soon as they are freed, and the system clears every page when it hands them
 out again. A network frees and takes such blocks in every layer: on two cores a pass of DenseNet-100 on 64 images spends
@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from contextlib import suppress
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
 _MOST_KEPT = 2**31 - 1  # bytes at the end of the heap; the largest that mallopt takes
@@ -28,3 +30,32 @@ def keep_freed() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_TRIM_THRESHOLD, _MOST_KEPT))
+
+
+def resident(process: int | str = "self") -> int | None:
+    """Return the bytes of memory that a process holds; None where the system does not say (Linux does)."""
+    return _status("VmRSS", process)
+
+
+def peak(process: int | str = "self") -> int | None:
+    """Return the most bytes of memory that a process held since it began, or since `reset_peak`.
+
+    (`getrusage` is no help: what it says begins with the peak of the process that started this one.)
+    """
+    return _status("VmHWM", process)
+
+
+def reset_peak() -> bool:
+    """Let the peak of this process begin anew; return whether that was possible."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return True
+    return False
+
+
+def _status(field: str, process: int | str) -> int | None:
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -176,8 +176,8 @@ def test_recording_costs_little(resnet56, read):
 
 
 _MEMORY = """
-import resource, sys, torch
-from neuralmean import Reference
+import sys, torch
+from neuralmean import Reference, memory
 from neuralmean.bench import models
 from neuralmean.data import to_batch
 torch.set_num_threads(1)
@@ -186,7 +186,7 @@ def batches(n):
     for start in range(0, n, 100):
         yield torch.rand(100, 3, 32, 32)
 Reference.from_data(model, None, batches(int(sys.argv[1])))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(memory.peak())
 """
 
 
@@ -195,7 +195,7 @@ def test_a_reference_holds_memory_flat():
         int(subprocess.run([sys.executable, "-c", _MEMORY, str(n)], capture_output=True, text=True, check=True).stdout)
         for n in (1000, 50_000)
     ]
-    show("peak memory of a reference from 1,000 / 50,000 images", f"{peaks[0] // 1024} / {peaks[1] // 1024} MB")
+    show("peak memory of a reference from 1,000 / 50,000 images", f"{peaks[0] // 10**6} / {peaks[1] // 10**6} MB")
     assert peaks[1] <= 1.10 * peaks[0]
 
 

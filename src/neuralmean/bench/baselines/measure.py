@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+from neuralmean import memory
 
 
 @dataclass(frozen=True)
@@ -76,34 +77,13 @@ def metered(model: nn.Module) -> Generator[Stopwatch]:
         if args and isinstance(args[0], Tensor):
             watch.meter.count(len(args[0]))
 
-    base = _reset_peak()
+    base = memory.resident() if memory.reset_peak() else None
     handle = model.register_forward_pre_hook(count)
     begun = time.perf_counter()
     try:
         yield watch
     finally:
         handle.remove()
-        wall, peak = time.perf_counter() - begun, _peak()
-        above = None if base is None or peak is None else max(0.0, peak - base)
+        wall, peak = time.perf_counter() - begun, memory.peak()
+        above = None if base is None or peak is None else max(0.0, (peak - base) / 1e6)
         watch.cost = watch.meter.cost(wall, above)
-
-
-def _reset_peak() -> float | None:
-    """Make the system forget the peak so far and return the memory in use, in MB; None where it cannot (not Linux)."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        return _status("VmRSS")
-    return None
-
-
-def _peak() -> float | None:
-    with suppress(OSError):
-        return _status("VmHWM")
-    return None
-
-
-def _status(field: str) -> float | None:
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1024
-    return None
