@@ -154,7 +154,7 @@ class CascadeScorer(VectorScorer):
         ends = torch.stack([row.quantile(1 - rate) for row, rate in zip(scores, rates, strict=True)])
         units = (ends - scores.median(dim=1).values).clamp_min(1e-12)
         self.zero_, self.unit_ = ends.float(), units.float()
-        self.__dict__.pop("_ends", None)
+        self.forget_derived()
         self.lift_ = ((scores[-1].quantile(1 - BAR_RATE) - ends[-1]) / units[-1]).float()
         return self
 
@@ -214,7 +214,6 @@ class CascadeScorer(VectorScorer):
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
         """Take over what another cascade of the same kind has learnt."""
         super().load_state(state)
-        self.__dict__.pop("_ends", None)
         if not isinstance(self.full, VectorScorer) or self.zero_.shape != (len(self.exits) + 1,):
             raise InputError(
                 f"Expected the state of a cascade with {len(self.exits)} exits. Make it with the same options."

@@ -66,6 +66,17 @@ class TestEveryScorer:
         again = make_scorer(name, scorer.get_options()).load_state({k: v.clone() for k, v in scorer.state().items()})
         assert torch.equal(scorer.score(view(scorer, FAR)), again.score(view(again, FAR)))
 
+    def test_a_scorer_that_was_in_use_forgets_what_it_knew(self, name):
+        scorer, other = make_scorer(name), observation(120, 9, 1.0)
+        for rows in (other, INLIERS):
+            scorer.fit(view(scorer, rows), view(scorer, OUTLIERS))
+            scorer.score(view(scorer, FAR))
+        expected = fitted(name).score(view(scorer, FAR))
+        assert torch.equal(scorer.score(view(scorer, FAR)), expected)
+        used = make_scorer(name).fit(view(scorer, other), view(scorer, OUTLIERS))
+        used.score(view(scorer, FAR))
+        assert torch.equal(used.load_state(scorer.state()).score(view(scorer, FAR)), expected)
+
     def test_contributions_add_up_to_the_score(self, name):
         scorer = fitted(name)
         parts = scorer.contributions(view(scorer, FAR))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -109,9 +110,15 @@ class VectorScorer:
             raise InputError(
                 f"Expected the state of a {self.name!r} scorer to hold {missing}, but got {sorted(state)}."
             )
+        self.forget_derived()
         for name in self.learnt:
             setattr(self, name, state[name])
         return self
+
+    def forget_derived(self) -> None:
+        """Drop what is derived from what was learnt (every `cached_property`), as it is learnt anew."""
+        for name in [name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)]:
+            del self.__dict__[name]
 
     def get_options(self) -> dict[str, JSON]:
         """Return the constructor's arguments, as JSON values."""

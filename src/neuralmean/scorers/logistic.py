@@ -6,6 +6,7 @@ Owns what is learnt and how the penalty is chosen; the optimisation itself is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -79,6 +80,7 @@ class LogisticScorer(VectorScorer):
         else:
             weights = self._fit_rows(Rows.of(table), is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY)
         self.weight_ = weights.float() * varies
+        self.forget_derived()
         return self
 
     def fit_chunks(self, chunks: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Self:
@@ -107,6 +109,7 @@ class LogisticScorer(VectorScorer):
         self.mean_, self.scale_, varies = column_scale(lambda: (block.float() for block, _ in chunks()))
         rows = Rows(lambda: (self._standardise(block) for block, _ in chunks()), len(is_ood), len(self.mean_))
         self.weight_ = self._fit_rows(rows, is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY) * varies
+        self.forget_derived()
         return self
 
     def score(self, vectors: Tensor) -> Tensor:
@@ -116,7 +119,12 @@ class LogisticScorer(VectorScorer):
     def contributions(self, vectors: Tensor) -> Tensor:
         """Share of each channel in the score, shape (N, D): weight times standardised column."""
         self.check_fitted()
-        return self._standardise(vectors) * self.weight_
+        return (vectors.float() - self.mean_) * self._slope
+
+    @cached_property
+    def _slope(self) -> Tensor:
+        """Weight of each column as it comes, (D,)."""
+        return self.weight_ / self.scale_
 
     def _standardise(self, vectors: Tensor) -> Tensor:
         return (vectors.float() - self.mean_) / self.scale_

@@ -141,8 +141,7 @@ class TypicalityScorer(VectorScorer):
 
     def _learn(self, inliers: Observation, chosen: Tensor | None) -> Self:
         """Learn everything but the scale of the terms from the chosen rows, all if None."""
-        self.__dict__.pop("_angle", None)
-        self.__dict__.pop("_feature", None)
+        self.forget_derived()
         vectors = Blocks(inliers.vector, chosen)
         keep = distinct_columns(vectors, seed=self.seed)
         if not len(keep):
