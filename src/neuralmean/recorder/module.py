@@ -82,9 +82,12 @@ class RecordingModule(nn.Module):
 
         It gives up on code that it compiled often, over all modules that share it: each compilation has code of its own.
         """
+        from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
+
         own = type(self).forward
         code = own.__code__.replace(co_name=f"forward_{next(_numbers)}")
-        return torch.compile(MethodType(FunctionType(code, own.__globals__), self))
+        function = MethodType(FunctionType(code, own.__globals__), self)
+        return torch.compile(function, options={"post_grad_custom_pre_pass": SplitMeans()})
 
     def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
         """Return the means of the watched layers, or of the first `depth`, given what was recorded, side by side."""

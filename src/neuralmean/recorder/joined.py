@@ -1,0 +1,66 @@
+"""Means of channels side by side, in a graph that torch's compiler is about to compile.
+
+The layers of a dense network see all that came before, side by side. The mean of tensors side by side is their means side by
+side: with this each activation is read once, however many layers see it. The graph has no operations in place any more by
+then, so that a tensor is what it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+_aten = torch.ops.aten
+
+
+class SplitMeans(CustomGraphPass):
+    """Takes the means of what is side by side in a graph one by one."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Replace the means over positions of tensors that are side by side, in place."""
+        known: dict[tuple[Node, str], Node] = {}
+        for mean in graph.find_nodes(op="call_function", target=_aten.mean.dim):
+            if _is_over_positions(mean):
+                whole = cast(Node, mean.args[0])
+                with graph.inserting_before(mean):
+                    found = _split(graph, whole, mean, known) if _parts(whole) else mean
+                known.setdefault((whole, _how(mean)), found)
+                if found is not mean:
+                    mean.replace_all_uses_with(found)
+                    graph.erase_node(mean)
+
+    def uuid(self) -> Any:
+        """Name this version of the code, for the compiler's cache."""
+        return get_hash_for_files((__file__,))
+
+
+def _split(graph: Graph, tensor: Node, mean: Node, known: dict[tuple[Node, str], Node]) -> Node:
+    """Return the mean of a tensor, taken as `mean` is: a known one, those of its parts side by side, or a new one."""
+    key = tensor, _how(mean)
+    if key not in known:
+        parts = [_split(graph, part, mean, known) for part in _parts(tensor)]
+        known[key] = (
+            graph.call_function(_aten.cat.default, (parts, 1))
+            if parts
+            else graph.call_function(_aten.mean.dim, (tensor, *mean.args[1:]), mean.kwargs)
+        )
+    return known[key]
+
+
+def _how(mean: Node) -> str:
+    return repr((mean.args[1:], mean.kwargs))
+
+
+def _is_over_positions(mean: Node) -> bool:
+    """Whether a mean keeps examples and channels, and nothing else."""
+    _, dims, *rest = cast(tuple[Any, ...], mean.args)
+    return isinstance(dims, (list, tuple)) and all(dim >= 2 for dim in dims) and not any(rest)
+
+
+def _parts(tensor: Node) -> list[Node]:
+    """Return what is side by side in a tensor, along the channels; nothing if it is in one piece."""
+    is_join = tensor.target is _aten.cat.default and tensor.args[1:] == (1,)
+    return list(cast(list[Node], tensor.args[0])) if is_join else []
