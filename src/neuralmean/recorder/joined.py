@@ -62,5 +62,13 @@ def _is_over_positions(mean: Node) -> bool:
 
 def _parts(tensor: Node) -> list[Node]:
     """Return what is side by side in a tensor, along the channels; nothing if it is in one piece."""
-    is_join = tensor.target is _aten.cat.default and tensor.args[1:] == (1,)
-    return list(cast(list[Node], tensor.args[0])) if is_join else []
+    if tensor.target is not _aten.cat.default or tensor.args[1:] != (1,):
+        return []
+    parts = list(cast(list[Node], tensor.args[0]))
+    # Nothing at all, of one dimension, may be beside anything; and types may differ.
+    return parts if all(_kind(part) == _kind(tensor) for part in parts) else []
+
+
+def _kind(tensor: Node) -> tuple[int, torch.dtype]:
+    value = tensor.meta["val"]
+    return value.dim(), value.dtype

@@ -82,11 +82,13 @@ class RecordingModule(nn.Module):
 
         It gives up on code that it compiled often, over all modules that share it: each compilation has code of its own.
         """
-        from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
-
         own = type(self).forward
         code = own.__code__.replace(co_name=f"forward_{next(_numbers)}")
         function = MethodType(FunctionType(code, own.__globals__), self)
+        try:
+            from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
+        except ImportError:  # an early torch; means are taken one by one
+            return torch.compile(function)
         return torch.compile(function, options={"post_grad_custom_pre_pass": SplitMeans()})
 
     def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
