@@ -50,9 +50,8 @@ def main() -> int:
         results[part] = []
         for row in _run(part, names, batches, modes, seconds, quick):
             results[part].append(row)
-            (options.out / "speed.json").write_text(
-                json.dumps(results, indent=1) + "\n"
-            )  # an interruption loses one row
+            # At once, so that an interruption loses one row.
+            (options.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n")
     if "peers" in results and plot.draw(results["peers"], options.out / "cost.png", batch=batches[0]):
         print(f"\nplot: {options.out / 'cost.png'}")
     print(f"\n{_summary(results)}\n\nresults: {options.out / 'speed.json'}")

@@ -36,7 +36,7 @@ def run_command(*args: str) -> tuple[float, int]:
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"nmd {' '.join(args)} failed")
-    return time.perf_counter() - start, peak // 1_000_000
+    return time.perf_counter() - start, peak // 2**20
 
 
 def main() -> None:

@@ -68,6 +68,7 @@ def _measure(name: str, detector: Detector, sessions: dict[str, Any], size: int,
         {graph: partial(session.run, None, feeds[graph]) for graph, session in sessions.items()},
         baseline="plain",
         seconds=seconds,
+        rounds=(3, 600),  # of each turn
         block=0.1,
     )
     score = sessions["detection"].run(["score"], feeds["detection"])[0]

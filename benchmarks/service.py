@@ -69,7 +69,7 @@ class Server:
 
     def rss_mb(self) -> float:
         """Resident memory of the server."""
-        return (memory.resident(self.process.pid) or 0) / 1e6
+        return (memory.resident(self.process.pid) or 0) / 2**20
 
     def stop(self) -> int:
         """Ask it to end and return its exit code."""

@@ -198,9 +198,8 @@ def test_large_activations_are_read_in_steps_with_the_same_numbers(mode, monkeyp
     with torch.no_grad():
         expected = recorder_of(model)(to_batch(x))
     monkeypatch.setattr(plan, "_LARGE", 100)
-    monkeypatch.setattr(
-        plan, "_STEP", 400
-    )  # two inputs of the first norm and six of the second, 144 and 64 numbers each
+    # Two inputs of the first norm and six of the second, of 144 and 64 numbers each.
+    monkeypatch.setattr(plan, "_STEP", 400)
     seen, norm = [], torch.native_batch_norm
     monkeypatch.setattr(
         torch, "native_batch_norm", lambda x, *rest, **out: seen.append(len(x)) or norm(x, *rest, **out)

@@ -23,14 +23,15 @@ class SplitMeans(CustomGraphPass):
         """Replace the means over positions of tensors that are side by side, in place."""
         known: dict[tuple[Node, str], Node] = {}
         for mean in graph.find_nodes(op="call_function", target=_aten.mean.dim):
-            if _is_over_positions(mean):
-                whole = cast(Node, mean.args[0])
-                with graph.inserting_before(mean):
-                    found = _split(graph, whole, mean, known) if _parts(whole) else mean
-                known.setdefault((whole, _how(mean)), found)
-                if found is not mean:
-                    mean.replace_all_uses_with(found)
-                    graph.erase_node(mean)
+            whole = cast(Node, mean.args[0])
+            if not _is_over_positions(mean):
+                continue
+            if not _parts(whole):
+                known.setdefault((whole, _how(mean)), mean)
+                continue
+            with graph.inserting_before(mean):
+                mean.replace_all_uses_with(_split(graph, whole, mean, known))
+            graph.erase_node(mean)
 
     def uuid(self) -> Any:
         """Name this version of the code, for the compiler's cache."""

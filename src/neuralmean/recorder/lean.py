@@ -53,9 +53,9 @@ def lean_forward(module: nn.Module) -> Forward | None:
 
 
 def lean_in_steps(module: nn.Module) -> InSteps | None:
-    """Return what a batch norm does in evaluation mode and without gradients, and sums its input up on the way.
+    """Return what a `BatchNorm2d` does in evaluation mode and without gradients, summing its input up on the way.
 
-    None for a layer that is not one of torch's own.
+    None for any other layer.
 
     Example:
         >>> layer, x, sums = nn.BatchNorm2d(3).eval(), torch.rand(5, 3, 4, 4), torch.empty(5, 3)

@@ -85,5 +85,5 @@ def metered(model: nn.Module) -> Generator[Stopwatch]:
     finally:
         handle.remove()
         wall, peak = time.perf_counter() - begun, memory.peak()
-        above = None if base is None or peak is None else max(0.0, (peak - base) / 1e6)
+        above = None if base is None or peak is None else max(0.0, (peak - base) / 2**20)
         watch.cost = watch.meter.cost(wall, above)
