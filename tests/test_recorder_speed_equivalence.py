@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from neuralmean.data import to_batch
+from neuralmean.errors import LayerNotFiredError
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder, RecordingModule
 from tests.conftest import TinyNet, count_hooks, make_trained
@@ -247,11 +248,10 @@ def test_layers_that_run_twice_are_known_afterwards():
 def test_the_copy_for_compilers_shares_tensors_and_leaves_the_model_without_hooks():
     model, x = make_trained(), torch.randn(4, 3, 8, 8)
     twin = RecordingModule(model, select_layers(model), variance=True, head="fc")
-    output, recorded = twin((x,), {}, None)
-    recording = twin.to_recording(output, recorded, 4)
+    found = twin((x,), {}, None)
     expected = Recorder(model, select_layers(model), variance=True, head="fc")(to_batch(x))
-    for name in ("output", "mean", "variance", "feature", "logits"):
-        torch.testing.assert_close(getattr(recording, name), getattr(expected, name))
+    for part, name in zip(found, ("output", "mean", "variance", "feature", "logits"), strict=True):
+        torch.testing.assert_close(part, getattr(expected, name))
     assert twin.model.conv1.weight is model.conv1.weight
     assert count_hooks(model) == 0
 
@@ -283,3 +283,73 @@ def test_many_compiled_models_do_not_use_up_what_the_compiler_allows_one():
             compiled = torch.compile(model)
             found = Recorder(compiled, select_layers(compiled))(to_batch(x)).mean
             torch.testing.assert_close(found, expected)
+
+
+def _compiled(model):
+    return Recorder(torch.compile(model), select_layers(model), head="fc")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_whose_layer_was_replaced_is_compiled_anew():
+    model, x = make_trained(), torch.randn(4, 3, 8, 8)
+    recorder = _compiled(model)
+    with torch.no_grad():
+        recorder(to_batch(x))
+        model.fc = nn.Linear(model.fc.in_features, 7)
+        found = recorder(to_batch(x))
+        torch.testing.assert_close(found.output, model(x))
+    assert found.logits.shape == (4, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_that_was_converted_or_written_to_is_as_it_is_then():
+    model, x = make_trained(), torch.randn(4, 3, 8, 8)
+    recorder = _compiled(model)
+    with torch.no_grad():
+        recorder(to_batch(x))
+        model.fc.weight.mul_(2)
+        model.conv1.weight.add_(1)
+        torch.testing.assert_close(recorder(to_batch(x)).output, model(x))
+        model.to(memory_format=torch.channels_last)  # replaces what is in the tensors
+        torch.testing.assert_close(recorder(to_batch(x)).output, model(x))
+        model.double()
+        found = recorder(to_batch(x.double()))
+        assert found.output.dtype is torch.float64
+        torch.testing.assert_close(found.output, model(x.double()))
+        torch.testing.assert_close(found.mean.double(), _reference_means(model, x.double()), rtol=1e-5, atol=1e-5)
+
+
+class Alternating(nn.Module):
+    """Remembers how often it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc, self.is_odd = nn.BatchNorm2d(3), nn.Linear(3, 2), False
+
+    def forward(self, x):
+        self.is_odd = not self.is_odd
+        y = self.norm(x if self.is_odd else 2 * x + 1)
+        return self.fc(y.mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_may_change_itself():
+    x = torch.randn(4, 3, 8, 8)
+    recorder = _compiled(Alternating().eval())
+    with torch.no_grad():
+        means = [recorder(to_batch(x)).mean for _ in range(4)]
+    for mean, expected in zip(means, [x, 2 * x + 1, x, 2 * x + 1], strict=True):
+        torch.testing.assert_close(mean, expected.mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_says_which_layer_never_ran():
+    model, x = make_trained(), torch.randn(4, 3, 8, 8)
+    model.unused = nn.BatchNorm2d(3)
+    recorder = _compiled(model)
+    with torch.no_grad(), pytest.raises(LayerNotFiredError, match="'unused' did not"):
+        recorder(to_batch(x))

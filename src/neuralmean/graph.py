@@ -69,10 +69,9 @@ class DetectorGraph(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
         args, kwargs = inputs[: self.n_args], dict(zip(self.names[self.n_args :], inputs[self.n_args :], strict=True))
-        output, recorded = self.recording(args, kwargs, Batch(args, kwargs).mask)
-        recording = self.recording.to_recording(output, recorded, inputs[0].shape[0])
-        vector = self._vector(recording.mean, recording.variance)
-        seen = Observation(vector, recording.logits, recording.feature) if self.needs else vector
+        output, mean, variance, feature, logits = self.recording(args, kwargs, Batch(args, kwargs).mask)
+        vector = self._vector(mean, variance)
+        seen = Observation(vector, logits, feature) if self.needs else vector
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
         p_value = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().mean(dim=1)

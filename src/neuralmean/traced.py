@@ -132,15 +132,13 @@ class _Graph(nn.Module):
         """Return output, means, variances, logits, feature and what the exits left; what is not recorded is empty."""
         if self._looks is not None:
             self._looks.made.clear()
-        output, (means, variances, calls, feature, logits) = self._module((x,), {}, None)
+        output, means, *optional = self._module((x,), {}, None)
         main = main_tensor(output)
-        if main is None or any(part is None for part in means) or set(calls) != {1}:
-            raise InputError("its output holds no tensor, or a layer runs never or more than once")
-        nothing = x.new_zeros(0)
-        joined = nothing if variances[0] is None else torch.cat(variances, dim=1)
-        optional = (nothing if tensor is None else tensor for tensor in (logits, feature))
+        if main is None:
+            raise InputError("its output holds no tensor")
+        variances, feature, logits = (x.new_zeros(0) if tensor is None else tensor for tensor in optional)
         looks = () if self._looks is None else self._looks.made
-        return (main, self._module.undo(torch.cat(means, dim=1)), joined, *optional, *looks)
+        return (main, means, variances, logits, feature, *looks)
 
 
 def _read(parts: tuple[Tensor, ...]) -> tuple[Any, Rows]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from itertools import count
 from types import FunctionType, MethodType
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuralmean.data import Batch
 from neuralmean.layers import Layer
 from neuralmean.recorder.behind import read_behind
 from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink
-from neuralmean.recording import Exits, Recording
+from neuralmean.recording import Exits
 from neuralmean.running import device_of, shared_copy
 
 _numbers = count()
@@ -64,18 +64,22 @@ class RecordingModule(nn.Module):
         self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
         self._sink.attach()
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None) -> Any:
-        """Run the copy and return its output and what `to_recording` takes: nothing but tensors and counts."""
-        sink = self._sink
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
+    ) -> tuple[Any, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Run the copy and return its output, means, variances, feature and logits, as a `Recording` has them."""
+        sink, depth = self._sink, len(self._layers)
         sink.clear()
         sink.mask = mask
         output = self.model(*args, **kwargs)
-        found = (
-            [part.get(index) for index in range(len(self._layers))] for part in (sink.parts, sink.variances, sink.calls)
-        )
-        recorded = (*found, sink.feature, sink.logits)
+        sink.check_fired(depth)
+        if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # it must not look at shapes
+            sink.size = Batch(args, kwargs).first.shape[0]
+            sink.check_shapes(depth)
+        mean, variance = sink.statistics(depth)
+        feature, logits = sink.feature, sink.logits
         sink.clear()
-        return output, recorded
+        return output, self.undo(mean), variance, feature, logits
 
     def compiled(self) -> Callable[..., Any]:
         """Return what `torch.compile` makes of `forward`.
@@ -84,12 +88,7 @@ class RecordingModule(nn.Module):
         """
         own = type(self).forward
         code = own.__code__.replace(co_name=f"forward_{next(_numbers)}")
-        function = MethodType(FunctionType(code, own.__globals__), self)
-        try:
-            from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
-        except ImportError:  # an early torch; means are taken one by one
-            return torch.compile(function)
-        return torch.compile(function, options={"post_grad_custom_pre_pass": SplitMeans()})
+        return torch.compile(MethodType(FunctionType(code, own.__globals__), self), options=_options())
 
     def undo(self, means: Tensor, depth: int | None = None) -> Tensor:
         """Return the means of the watched layers, or of the first `depth`, given what was recorded, side by side."""
@@ -100,13 +99,24 @@ class RecordingModule(nn.Module):
         width = sum(layer.channels for layer in self._layers[:depth])
         return means * self.factor[:width] + self.offset[:width]
 
-    def to_recording(self, output: Any, recorded: Any, size: int) -> Recording:
-        """Turn what `forward` returned into a recording."""
-        sink = copy.copy(self._sink)
-        sink.size = size
-        sink.parts, sink.variances, sink.calls = (
-            {index: value for index, value in enumerate(part) if value is not None} for part in recorded[:3]
-        )
-        sink.feature, sink.logits = recorded[3:]
-        recording = sink.finish(output)
-        return replace(recording, layers=self._layers, mean=self.undo(recording.mean))
+
+def _options() -> dict[str, Any]:
+    """Return what the compiler is asked for, as far as this torch has it: cheaper means, and fewer questions per call."""
+    options: dict[str, Any] = {}
+    with suppress(ImportError):  # an early torch; means are taken one by one
+        from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
+
+        options["post_grad_custom_pre_pass"] = SplitMeans()
+    if hasattr(torch.compiler, "skip_guard_on_inbuilt_nn_modules_unsafe"):
+        options["guard_filter_fn"] = _is_worth_asking
+    return options
+
+
+def _is_worth_asking(guards: Sequence[Any]) -> list[bool]:
+    """Say which of the compiler's questions to ask before each call: thousands, some of which take longer than the means.
+
+    Nobody but the copy itself has the copy's layers, and torch's own do not change themselves in evaluation mode, so that it
+    need not be asked whether they did. Their tensors are the model's and may have been moved or converted.
+    """
+    kept = torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe(guards)  # type: ignore[no-untyped-call]
+    return [keep or guard.guard_type == "TENSOR_MATCH" for keep, guard in zip(kept, guards, strict=True)]

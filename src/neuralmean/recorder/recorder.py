@@ -44,7 +44,7 @@ class Recorder:
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
-        self._compiled: tuple[RecordingModule, Callable[..., Any]] | None = None
+        self._compiled: tuple[list[nn.Module], Callable[..., Any]] | None = None  # and of which modules
         self._lock = threading.Lock()
 
     @property
@@ -70,7 +70,7 @@ class Recorder:
         modules = self._plan.modules()
         batch = batch.to(device_of(modules))
         try:
-            return self._run_compiled(batch) if is_compiled(self.model) else self._run(batch, modules, exits)
+            return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -99,12 +99,11 @@ class Recorder:
             return self._run(batch, modules, exits)
         return sink.finish(output)
 
-    def _run_compiled(self, batch: Batch) -> Recording:
+    def _run_compiled(self, batch: Batch, modules: list[nn.Module]) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
         with self._lock:
-            if self._compiled is None:
+            if self._compiled is None or self._compiled[0] is not modules:
                 twin = RecordingModule(self._core, self.layers, variance=self.variance, head=self.head)
-                self._compiled = twin, twin.compiled()
-            twin, compiled = self._compiled
-            output, recorded = compiled(batch.args, batch.kwargs, batch.mask)
-        return twin.to_recording(output, recorded, len(batch))
+                self._compiled = modules, twin.compiled()
+            output, *found = self._compiled[1](batch.args, batch.kwargs, batch.mask)
+        return Recording(output, self.layers, *found)

@@ -232,29 +232,35 @@ class Sink:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
         depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
         if not self._is_filled(depth):
-            self._check(depth)
-        mean = self._means(depth)
-        variance = self._join(self.variances, depth) if self.variance else None
+            self.check_fired(depth)
+            self.check_shapes(depth)
+        mean, variance = self.statistics(depth)
         if self.calls and max(self.calls.values()) > 1:
             self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
         if self.memory:
             self.plan.give_back(self.memory)
         return Recording(output, self.layers[:depth], mean, variance, self.feature, self.logits, self.stopped_at)
 
-    def _check(self, depth: int) -> None:
-        """Raise unless the first `depth` layers have fired, with as many rows and channels as expected."""
-        layers = self.layers[:depth]
+    def statistics(self, depth: int) -> tuple[Tensor, Tensor | None]:
+        """Return means and variances of the first `depth` layers side by side, all of which have fired."""
+        return self._means(depth), self._join(self.variances, depth) if self.variance else None
+
+    def check_fired(self, depth: int) -> None:
+        """Raise unless the first `depth` layers have fired."""
         for index, slot in enumerate(self.slots[:depth]):
             if slot is None:  # not one that is still waiting
                 self._take_out(index)
-        silent = [layer.name for index, layer in enumerate(layers) if index not in self.parts]
+        silent = [layer.name for index, layer in enumerate(self.layers[:depth]) if index not in self.parts]
         if silent:
             shown = ", ".join(map(repr, silent[:3])) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise LayerNotFiredError(
                 f"Expected every watched layer to run in the forward pass, but {shown} did not. It may be used in "
                 "training only, bypassed by a fused kernel or inside a compiled submodule; choose others with `layers`."
             )
-        for index, layer in enumerate(layers):
+
+    def check_shapes(self, depth: int) -> None:
+        """Raise unless the first `depth` layers, all of which have fired, had as many rows and channels as expected."""
+        for index, layer in enumerate(self.layers[:depth]):
             rows, channels = self.parts[index].shape
             if channels != layer.channels:
                 raise InputError(
