@@ -1,7 +1,8 @@
-"""Norm layers are stood in for while a pass is recorded: same bits, and nothing stays behind."""
+"""Layers are stood in for while a pass is recorded: same bits, and nothing stays behind."""
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from neuralmean.data import to_batch
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder, plan
 from neuralmean.recorder.lean import lean_forward, lean_in_steps
+from neuralmean.running import is_compiled
 
 SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
 
@@ -81,12 +83,49 @@ def test_a_batch_norm_in_steps_without_statistics_normalises_by_the_whole_batch(
     assert torch.equal(sums, x.sum((2, 3)))
 
 
+CONVOLUTIONS = {
+    "plain": {},
+    "stride and padding": {"stride": 2, "padding": 1},
+    "same": {"padding": "same", "dilation": 2},
+    "groups": {"groups": 2, "bias": False},
+    "reflect": {"padding": 1, "padding_mode": "reflect"},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize(("kind", "dims"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3)])
+def test_a_convolution_gives_the_same_bits(kind, dims, options):
+    layer, x = kind(4, 6, 3, **options), torch.randn(2, 4, *[7] * dims)
+    assert torch.equal(lean_forward(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_gives_the_same_bits(bias):
+    layer, x = nn.Linear(4, 6, bias=bias), torch.randn(2, 5, 4)
+    assert torch.equal(lean_forward(layer)(x), layer(x))
+
+
+def test_a_dropout_gives_what_it_gets():
+    layer, x = nn.Dropout().eval(), torch.randn(2, 4)
+    assert lean_forward(layer)(x) is x
+    assert torch.equal(layer(x), x)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 1), nn.Linear(4, 4)])
+def test_a_weight_that_is_kept_elsewhere_is_found(layer):
+    x = torch.randn(2, 4, 4, 4)
+    forward, weight = lean_forward(layer), layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = weight  # no parameter any more
+    assert torch.equal(forward(x), layer(x))
+
+
 class Loud(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x) + 1
 
 
-@pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1)])
+@pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 4, 1)])
 def test_any_other_layer_goes_its_own_way(layer):
     assert lean_forward(layer) is None
     assert lean_in_steps(layer) is None
@@ -105,10 +144,10 @@ def recorder_of(model):
 
 
 def stood_in(model):
-    return [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    return [name for name, module in model.named_modules() if "_compiled_call_impl" in module.__dict__]
 
 
-def test_norms_are_stood_in_for_during_the_pass_only():
+def test_layers_are_stood_in_for_during_the_pass_only():
     model = make_net()
     recorder, x = recorder_of(model), torch.randn(2, 3, 8, 8)
     during = []
@@ -116,7 +155,7 @@ def test_norms_are_stood_in_for_during_the_pass_only():
     with torch.no_grad():
         recording = recorder(to_batch(x))
         assert torch.equal(recording.output, model(x))
-    assert during[:2] == ["1", "4"]
+    assert during[:4] == ["0", "1", "3", "4"]
     assert stood_in(model) == []
 
 
@@ -211,3 +250,103 @@ def test_large_activations_are_read_in_steps_with_the_same_numbers(mode, monkeyp
     assert torch.equal(recording.output, expected.output)
     assert torch.equal(recording.mean, expected.mean)
     assert seen == ([] if mode is torch.enable_grad else [2, 2, 2, 1, 6, 1])
+
+
+def test_a_layer_that_is_not_watched_has_its_hooks_and_its_own_forward():
+    model, x, seen = make_net(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    convolve = model[3].forward
+    model[3].forward = lambda x: seen.append(1) or convolve(x) * 2
+    with torch.no_grad():
+        assert torch.equal(recorder(to_batch(x)).output, model(x))
+    assert seen == [1, 1]
+
+
+def test_hooks_for_all_layers_of_all_models_see_every_layer():
+    model, x, seen = make_net(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    expected = recorder(to_batch(x)).mean
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        with torch.no_grad():
+            found = recorder(to_batch(x)).mean
+    finally:
+        handle.remove()
+    assert seen == [*model, model]
+    torch.testing.assert_close(found, expected)
+
+
+class Dropping(nn.Module):
+    """Keeps its dropout on, whatever it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.drop.train()
+        return self.drop(self.norm(x))
+
+
+def test_a_layer_that_the_model_itself_puts_in_training_mode_is_in_training_mode():
+    model, x = Dropping().eval(), torch.ones(2, 3, 8, 8)
+    recorder = recorder_of(model)
+    with torch.no_grad():
+        output = recorder(to_batch(x)).output
+    assert 0.3 < (output == 0).float().mean() < 0.7
+
+
+def test_a_batch_norm_that_is_not_watched_says_what_is_wrong_with_its_input():
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(1), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    recorder = Recorder(model, select_layers(model, "2"))
+    with torch.no_grad():
+        recorder(to_batch(torch.randn(3, 4, 1, 1)))
+        with pytest.raises(ValueError, match="expected 4D input"):
+            recorder(to_batch(torch.randn(3, 4)))
+
+
+def test_a_model_that_is_a_single_layer_is_not_taken_for_a_compiled_one():
+    model, x, during = nn.Conv2d(3, 4, 1).eval(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    model.register_forward_hook(lambda *_: during.append(is_compiled(model)))
+    recorder(to_batch(x))
+    assert during == [False]
+
+
+def test_a_copy_made_during_a_pass_is_of_the_model_alone():
+    model, x, copies = make_net(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    model[2].register_forward_hook(lambda *_: copies.append(copy.deepcopy(model)))
+    recorder(to_batch(x))
+    assert stood_in(copies[0]) == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_watched_convolution_is_stood_in_for_and_read_behind_hooks(mode):
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3)).eval(), torch.randn(2, 3, 8, 8)
+    recorder = recorder_of(model)
+    with mode():
+        first, second = model[0](x), model(x)
+        found = recorder(to_batch(x))
+        assert torch.equal(found.output, second)
+        torch.testing.assert_close(found.mean, torch.cat([first.mean((2, 3)), second.mean((2, 3))], 1))
+        model[2].register_forward_hook(lambda module, args, output: output + 3)
+        torch.testing.assert_close(recorder(to_batch(x)).means["2"], second.mean((2, 3)) + 3)
+    assert stood_in(model) == []
+
+
+def test_a_hook_that_comes_during_the_pass_is_heard():
+    model, x, seen = make_net(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    with torch.no_grad():
+        expected = recorder(to_batch(x)).mean
+
+    def register(*_):
+        if not seen:
+            model[4].register_forward_hook(lambda *_: seen.append(1))
+
+    model[0].register_forward_hook(register)
+    with torch.no_grad():
+        torch.testing.assert_close(recorder(to_batch(x)).mean, expected)
+    assert seen == [1]

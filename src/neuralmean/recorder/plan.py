@@ -45,17 +45,19 @@ class Plan:
         self.repeated: frozenset[int] = frozenset()
         self._shapes: Sequence[torch.Size | None] = ()  # of the latest pass
         self._memories: dict[tuple[int, torch.device], Memory] = {}
+        self._leaves: list[Mapping[str, nn.Module | None]] = []
         self._children: list[Mapping[str, nn.Module | None]] = []
-        self._known: list[dict[str, nn.Module | None]] | None = None
+        self._known: list[dict[str, nn.Module | None]] = []
         self._modules: list[nn.Module] = []
         self._watched: list[Watched] = []
 
     def modules(self) -> list[nn.Module]:
         """Every module of the model, looked up again only if one was added, replaced or removed."""
-        if self._children != self._known:
-            modules = list(self.core.modules())
-            self._children = [module._modules for module in modules]
-            self._modules, self._watched = modules, []
+        if not self._modules or any(self._leaves) or self._children != self._known:
+            self._modules, self._watched = list(self.core.modules()), []
+            stores = [module._modules for module in self._modules]
+            self._leaves = [children for children in stores if not children]  # quicker to look at
+            self._children = [children for children in stores if children]
             self._known = [dict(children) for children in self._children]
         return self._modules
 
@@ -74,9 +76,12 @@ class Plan:
         if not self._watched:
             modules = [self.module(layer.name) for layer in self.layers]
             self._watched = [
-                Watched(module, True, lean_forward(module), lean_in_steps(module))
-                if layer.reads_input
-                else Watched(module, False, None, None)
+                Watched(
+                    module,
+                    layer.reads_input,
+                    lean_forward(module) if module is not self.core else None,
+                    lean_in_steps(module) if layer.reads_input else None,
+                )
                 for module, layer in zip(modules, self.layers, strict=True)
             ]
         return self._watched
@@ -118,6 +123,7 @@ class Memory:
         with torch.inference_mode(False):  # else later passes outside of that mode could not write into it
             self._whole = torch.empty(size, self._ends[-1], device=device)
             self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
+        self._is_known = False  # all shapes
         self._counts: Tensor | None = None
         self.is_small = self._whole.numel() <= _SMALL
 
@@ -130,6 +136,12 @@ class Memory:
             step = max(1, _STEP * self.size // shape.numel()) if is_large else 0
             self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums, step)
             self.shapes[index], self._counts = shape, None
+
+    def expects(self, depth: int) -> bool:
+        """Whether the shapes of the first `depth` layers are known."""
+        if not self._is_known:
+            self._is_known = all(self.slots)
+        return self._is_known or all(self.slots[:depth])
 
     def means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""

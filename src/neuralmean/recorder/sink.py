@@ -1,7 +1,7 @@
 """What one forward pass shows of the watched layers: the only file that registers hooks.
 
-Each activation is reduced inside the hook and let go. A hook only listens to the thread that registered it. Where a norm
-layer is torch's own, its `forward` is stood in for instead, for the time of the pass: see `stand_ins`.
+Each activation is reduced inside the hook and let go. A hook only listens to the thread that registered it. A layer of
+torch's own is stood in for instead, for the time of the pass: see `stand_ins`.
 
 Reductions write their sums into one (N, D) tensor, which is divided once at the end: no allocation, no division and no
 concatenation per layer. Whatever is not plain (another type, a mask, a second call) takes the general way.
@@ -55,6 +55,7 @@ class Sink:
     ) -> None:
         self.stand_ins = stand_ins
         self.outer: Pass | None = None  # of the same thread, where one pass runs inside another
+        self.served: frozenset[int] = frozenset()  # layers that are stood in for
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
         self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
@@ -82,27 +83,33 @@ class Sink:
             self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def attach(self) -> None:
-        """Put the hooks on the layers; where one may be is in `places` before it is there."""
-        plan = self.plan
-        # Straight into the modules' own dicts: `register_forward_hook` and its handle take ten times as long.
-        served = self.stand_ins.enter(self) if self.stand_ins is not None and self.memory else frozenset()
-        for index, watched in enumerate(plan.watched() if len(served) < len(self.layers) else ()):
-            if index in served:
-                continue
-            module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
-            if watched.reads_input:
-                self.places.append((key, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs))
-                if index in plan.by_keyword:
-                    module._forward_pre_hooks_with_kwargs[key] = True
-                module._forward_pre_hooks[key] = self._input_hook(index)
-            else:
-                self.places.append((key, module._forward_hooks))
-                module._forward_hooks[key] = self._output_hook(index)
+        """Put stand-ins and hooks on the layers; where a hook may be is in `places` before it is there."""
+        if self.stand_ins is not None and self.memory:
+            self.stand_ins.enter(self)
+        if len(self.served) < len(self.layers):
+            for index in range(len(self.layers)):
+                if index not in self.served:
+                    self.hook(index)
         if self.head is not None:
-            module, key = plan.module(self.head), next(_keys)
+            module, key = self.plan.module(self.head), next(_keys)
             self.places.append((key, module._forward_hooks, module._forward_hooks_with_kwargs))
             module._forward_hooks_with_kwargs[key] = True
             module._forward_hooks[key] = self._head_hook
+
+    def hook(self, index: int) -> None:
+        """Read a layer by a hook from now on, and not by a stand-in."""
+        self.served -= {index}
+        watched = self.plan.watched()[index]
+        # Straight into the module's own dicts: `register_forward_hook` and its handle take ten times as long.
+        module, key = watched.module, next(_keys)  # one module may have two hooks: watched, and the head
+        if watched.reads_input:
+            self.places.append((key, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs))
+            if index in self.plan.by_keyword:
+                module._forward_pre_hooks_with_kwargs[key] = True
+            module._forward_pre_hooks[key] = self._input_hook(index)
+        else:
+            self.places.append((key, module._forward_hooks))
+            module._forward_hooks[key] = self._output_hook(index)
 
     def detach(self) -> None:
         """Take away what `attach` put there, whole or in part."""
@@ -214,7 +221,7 @@ class Sink:
     def _is_filled(self, depth: int) -> bool:
         """Whether the sums of the first `depth` layers are in their slots, all of them."""
         memory = self.memory
-        return bool(memory and not self.parts and not any(self.slots[:depth]) and all(memory.slots[:depth]))
+        return bool(memory and not self.parts and not any(self.slots[:depth]) and memory.expects(depth))
 
     def _means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers side by side, all of which have fired."""
