@@ -58,7 +58,13 @@ class WeightsWatch:
         self._stores = [store for store in stores if store]
         self._empty = [store for store in stores if not store]  # half of them, and quicker to look at
         self._held = self._values()
-        places = [place for place, value in enumerate(self._held) if isinstance(value, Tensor)]
+        # A batch norm that counts a batch changes its running mean too.
+        names = [name for store in self._stores for name in store]
+        places = [
+            place
+            for place, (name, value) in enumerate(zip(names, self._held, strict=True))
+            if isinstance(value, Tensor) and name != "num_batches_tracked"
+        ]
         self._tensors_of = _getter(places)
         # A tensor of inference mode has no version.
         self._counted_of = _getter([place for place in places if not self._held[place].is_inference()])
