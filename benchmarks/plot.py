@@ -30,16 +30,19 @@ def draw(rows: list[dict[str, Any]], path: Path, *, batch: int) -> bool:
         axes.scatter(cost, auroc, s=60 if ours else 35, color="#c0392b" if ours else "#34495e", zorder=3)
         near = sum(abs(cost / other - 1) < 0.2 and abs(auroc - height) < 1.6 for other, height in drawn)
         left = near % 2 == 1 or cost > 0.7 * max(costs)  # labels of neighbours on either side
+        # A label that would run into the next point goes above its own.
+        above = any(1.2 < other / cost < 1.6 and abs(auroc - height) < 0.5 for _, other, height in points)
         drawn.append((cost, auroc))
         axes.annotate(
             name,
             (cost, auroc),
-            xytext=(-7 if left else 7, 0),
+            xytext=(-4, 10) if above else (-7 if left else 7, 0),
             textcoords="offset points",
             fontsize=8,
-            ha="right" if left else "left",
+            ha="right" if left and not above else "left",
             va="center",
         )
+    axes.margins(y=0.08)
     axes.set_xlim(min(costs) * 0.93, max(costs) * 1.1)
     axes.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
