@@ -353,3 +353,20 @@ def test_a_compiled_model_says_which_layer_never_ran():
     recorder = _compiled(model)
     with torch.no_grad(), pytest.raises(LayerNotFiredError, match="'unused' did not"):
         recorder(to_batch(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_part_that_is_compiled_is_run_without_stand_ins():
+    model, x = (
+        nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))).eval(),
+        torch.randn(2, 3, 8, 8),
+    )
+    expected = model(x)
+    recorder = Recorder(model, select_layers(model))
+    model[1].compile(backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(LayerNotFiredError, match="'1.1' did not"):
+                recorder(to_batch(x))
+        assert torch.equal(model(x), expected)

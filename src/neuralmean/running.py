@@ -29,7 +29,7 @@ class evaluating:  # noqa: N801 - reads as what it does; a generator would take 
 
     def __enter__(self) -> None:
         with _eval_lock:
-            users, training = _eval_users.get(self._core, (0, [])) if _eval_users else (0, [])
+            users, training = _eval_users.get(self._core, (0, []))
             if users == 0 and any(map(_training, self._modules)):
                 training = [module for module in self._modules if module.training]
                 for module in training:

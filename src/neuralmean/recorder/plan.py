@@ -123,7 +123,6 @@ class Memory:
         with torch.inference_mode(False):  # else later passes outside of that mode could not write into it
             self._whole = torch.empty(size, self._ends[-1], device=device)
             self._parts = torch.split(self._whole, [layer.channels for layer in layers], dim=1)
-        self._is_known = False  # all shapes
         self._counts: Tensor | None = None
         self.is_small = self._whole.numel() <= _SMALL
 
@@ -136,12 +135,6 @@ class Memory:
             step = max(1, _STEP * self.size // shape.numel()) if is_large else 0
             self.slots[index] = Slot(shape, dims, math.prod(shape[dim] for dim in dims), sums, step)
             self.shapes[index], self._counts = shape, None
-
-    def expects(self, depth: int) -> bool:
-        """Whether the shapes of the first `depth` layers are known."""
-        if not self._is_known:
-            self._is_known = all(self.slots)
-        return self._is_known or all(self.slots[:depth])
 
     def means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers, (size, D'), given that their sums are in the slots."""

@@ -221,7 +221,7 @@ class Sink:
     def _is_filled(self, depth: int) -> bool:
         """Whether the sums of the first `depth` layers are in their slots, all of them."""
         memory = self.memory
-        return bool(memory and not self.parts and not any(self.slots[:depth]) and memory.expects(depth))
+        return bool(memory and not self.parts and not any(self.slots[:depth]) and all(memory.slots[:depth]))
 
     def _means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers side by side, all of which have fired."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
 from neuralmean.recorder.lean import BATCH_NORMS, Forward, lean_forward
@@ -123,7 +124,7 @@ class StandIns:
             return output
 
         def forward_before(input: Tensor) -> Any:  # noqa: A002 - as torch's layers call it
-            sink = sinks.get(get_ident())
+            sink = None if is_compiling() else sinks.get(get_ident())
             if sink is None:
                 return own(input)
             slot = sink.slots[index]
@@ -138,7 +139,7 @@ class StandIns:
             return output
 
         def forward_after(input: Tensor) -> Any:  # noqa: A002
-            sink = sinks.get(get_ident())
+            sink = None if is_compiling() else sinks.get(get_ident())
             if sink is None or _is_special(attributes):
                 return as_ever(sink, input)
             output = lean(input)
