@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from neuralmean.data import to_batch
-from neuralmean.layers import select_layers
+from neuralmean.layers import Layer, select_layers
 from neuralmean.recorder import Recorder, plan
 from neuralmean.recorder.lean import lean_forward, lean_in_steps
 from neuralmean.running import is_compiled
@@ -31,18 +31,19 @@ def trained_norm(kind, **options):
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None, "eps": 1e-3}])
 def test_a_batch_norm_gives_the_same_bits(kind, options):
     layer, x = trained_norm(kind, **options), torch.randn(SHAPES[kind])
-    assert torch.equal(lean_forward(layer)(x), layer(x))
+    assert torch.equal(lean_forward(layer)(vars(layer), x), layer(x))
 
 
 @pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False, "eps": 1e-2}])
 def test_a_layer_norm_gives_the_same_bits(options):
     layer, x = nn.LayerNorm((6, 4), **options), torch.randn(3, 5, 6, 4)
-    assert torch.equal(lean_forward(layer)(x), layer(x))
+    assert torch.equal(lean_forward(layer)(vars(layer), x), layer(x))
 
 
-def test_a_batch_norm_without_statistics_normalises_by_the_batch_as_ever():
+def test_a_batch_norm_without_statistics_has_to_be_called_itself():
     layer, x = nn.BatchNorm2d(4, track_running_stats=False).eval(), torch.randn(5, 4, 6, 6)
-    assert torch.equal(lean_forward(layer)(x), layer(x))
+    assert lean_forward(layer)(vars(layer), x) is None
+    assert lean_in_steps(layer)(vars(layer), x, 2, (2, 3), torch.empty(5, 4)) is None
 
 
 def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
@@ -51,12 +52,14 @@ def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
     layer.weight = nn.Parameter(torch.rand(4))
     layer.running_mean = torch.rand(4)
     layer.eps = 0.5
-    assert torch.equal(forward(x), layer(x))
+    assert torch.equal(forward(vars(layer), x), layer(x))
 
 
 LAYOUTS = {
     "contiguous": lambda x: x,
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+OTHER_LAYOUTS = {
     "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
     "transposed": lambda x: x.transpose(2, 3),
 }
@@ -69,18 +72,16 @@ def test_a_batch_norm_in_steps_gives_the_same_bits_and_the_sums(layout, options,
     layer, x = trained_norm(nn.BatchNorm2d, **options), LAYOUTS[layout](torch.randn(5, 4, 6, 7))
     sums = torch.empty(5, 9)[:, 3:7]  # in a wider table, as those of a recorder
     with torch.no_grad():
-        output = lean_in_steps(layer)(x, step, (2, 3), sums)
+        output = lean_in_steps(layer)(vars(layer), x, step, (2, 3), sums)
         assert torch.equal(output, layer(x))
     assert output.stride() == layer(x).stride()
     torch.testing.assert_close(sums, x.sum((2, 3)), rtol=0, atol=1e-5)
 
 
-def test_a_batch_norm_in_steps_without_statistics_normalises_by_the_whole_batch():
-    layer, x = nn.BatchNorm2d(4, track_running_stats=False).eval(), torch.randn(5, 4, 6, 6)
-    sums = torch.empty(5, 4)
-    with torch.no_grad():
-        assert torch.equal(lean_in_steps(layer)(x, 2, (2, 3), sums), layer(x))
-    assert torch.equal(sums, x.sum((2, 3)))
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_numbers_that_are_not_in_order_are_not_normalised_in_steps(layout):
+    layer, x = trained_norm(nn.BatchNorm2d), OTHER_LAYOUTS[layout](torch.randn(5, 4, 6, 7))
+    assert lean_in_steps(layer)(vars(layer), x, 2, (2, 3), torch.empty(5, 4)) is None
 
 
 CONVOLUTIONS = {
@@ -88,7 +89,6 @@ CONVOLUTIONS = {
     "stride and padding": {"stride": 2, "padding": 1},
     "same": {"padding": "same", "dilation": 2},
     "groups": {"groups": 2, "bias": False},
-    "reflect": {"padding": 1, "padding_mode": "reflect"},
 }
 
 
@@ -96,28 +96,45 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize(("kind", "dims"), [(nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3)])
 def test_a_convolution_gives_the_same_bits(kind, dims, options):
     layer, x = kind(4, 6, 3, **options), torch.randn(2, 4, *[7] * dims)
-    assert torch.equal(lean_forward(layer)(x), layer(x))
+    assert torch.equal(lean_forward(layer)(vars(layer), x), layer(x))
+
+
+def test_a_convolution_with_padding_of_its_own_has_to_be_called_itself():
+    layer = nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")
+    assert lean_forward(layer)(vars(layer), torch.randn(2, 4, 7, 7)) is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_layer_gives_the_same_bits(bias):
     layer, x = nn.Linear(4, 6, bias=bias), torch.randn(2, 5, 4)
-    assert torch.equal(lean_forward(layer)(x), layer(x))
+    assert torch.equal(lean_forward(layer)(vars(layer), x), layer(x))
 
 
-def test_a_dropout_gives_what_it_gets():
-    layer, x = nn.Dropout().eval(), torch.randn(2, 4)
-    assert lean_forward(layer)(x) is x
+ACTIVATIONS = [nn.ReLU(), nn.ReLU(inplace=True), nn.GELU(), nn.GELU(approximate="tanh")]
+
+
+@pytest.mark.parametrize("layer", ACTIVATIONS, ids=str)
+def test_an_activation_gives_the_same_bits_in_the_same_place(layer):
+    x, y = torch.randn(2, 5, 4).repeat(2, 1, 1, 1)
+    output = lean_forward(layer)(vars(layer), x)
+    assert torch.equal(output, layer(y))
+    assert torch.equal(x, y)
+    assert (output is x) is getattr(layer, "inplace", False)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout().eval(), nn.Identity()], ids=str)
+def test_a_layer_that_does_nothing_gives_what_it_gets(layer):
+    x = torch.randn(2, 4)
+    assert lean_forward(layer)(vars(layer), x) is x
     assert torch.equal(layer(x), x)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(4, 4, 1), nn.Linear(4, 4)])
-def test_a_weight_that_is_kept_elsewhere_is_found(layer):
-    x = torch.randn(2, 4, 4, 4)
-    forward, weight = lean_forward(layer), layer.weight.detach().clone()
+def test_a_layer_whose_weight_is_kept_elsewhere_has_to_be_called_itself(layer):
+    weight = layer.weight.detach().clone()
     del layer.weight
     layer.weight = weight  # no parameter any more
-    assert torch.equal(forward(x), layer(x))
+    assert lean_forward(layer)(vars(layer), torch.randn(2, 4, 4, 4)) is None
 
 
 class Loud(nn.BatchNorm2d):
@@ -179,6 +196,16 @@ def test_a_forward_of_the_user_s_own_stays_and_is_read_by_a_hook():
     mine = model[1].forward
     assert torch.equal(recorder_of(model)(to_batch(x)).mean, plain)
     assert model[1].forward is mine
+
+
+def test_a_forward_that_comes_later_is_called():
+    model, x, seen = make_net(), torch.randn(2, 3, 8, 8), []
+    recorder = recorder_of(model)
+    model[1].forward = lambda x: seen.append(1) or nn.BatchNorm2d.forward(model[1], x) * 2
+    with torch.no_grad():
+        found = recorder(to_batch(x))
+        assert seen == [1]
+        assert torch.equal(found.output, model(x))
 
 
 def test_hooks_of_the_user_see_what_they_always_see():
@@ -350,3 +377,78 @@ def test_a_hook_that_comes_during_the_pass_is_heard():
     with torch.no_grad():
         torch.testing.assert_close(recorder(to_batch(x)).mean, expected)
     assert seen == [1]
+
+
+def test_a_layer_is_stood_in_for_again_once_its_hook_is_gone():
+    model, x, seen, during = make_net(), torch.randn(2, 3, 8, 8), [], []
+    recorder = recorder_of(model)
+    model[2].register_forward_hook(lambda *_: during.append(stood_in(model)))
+    for _ in range(2):
+        handle = model[4].register_forward_hook(lambda *_: seen.append(1))
+        recorder(to_batch(x))
+        handle.remove()
+        recorder(to_batch(x))
+    assert seen == [1, 1]
+    assert during == [["0", "1", "3"], ["0", "1", "3", "4"]] * 2
+
+
+@pytest.mark.parametrize("hooks", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_a_pass_inside_a_pass_has_its_own_numbers(hooks):
+    model, x, y, inside = make_net(), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8), []
+    recorder = Recorder(model, select_layers(model), variance=hooks[0])  # variances are read by hooks
+    other = Recorder(model, select_layers(model, ["0", "1", "3", "4"]), variance=hooks[1])
+    with torch.no_grad():
+        expected = [[one(to_batch(data)).mean for _ in range(2)] for one, data in ((recorder, x), (other, y))]
+
+        def in_between(*_):
+            if not inside:
+                inside.append(None)
+                inside.append(other(to_batch(y)).mean)
+
+        model[2].register_forward_hook(in_between)
+        torch.testing.assert_close(recorder(to_batch(x)).mean, expected[0][1])
+        torch.testing.assert_close(inside[1], expected[1][1])
+    assert recorder.repeated == other.repeated == frozenset()
+    assert stood_in(model) == []
+
+
+def test_a_layer_by_two_names_is_read_by_both():
+    norm = nn.BatchNorm2d(3)
+    model, x = nn.ModuleDict({"a": norm, "b": norm, "c": nn.Conv2d(3, 3, 1)}).eval(), torch.randn(2, 3, 8, 8)
+    model.forward = lambda x: model["c"](model["a"](x))
+    recorder = Recorder(model, [Layer("a", "batchnorm", 3), Layer("b", "batchnorm", 3)])
+    with torch.no_grad():
+        for _ in range(2):
+            found = recorder(to_batch(x))
+            torch.testing.assert_close(found.mean, x.mean((2, 3)).repeat(1, 2))
+    assert recorder.repeated == frozenset()
+
+
+def test_a_head_that_is_watched_too_gives_feature_and_logits():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 8), nn.Flatten(), nn.Linear(4, 5)).eval(), torch.randn(2, 3, 8, 8)
+    recorder = Recorder(model, [Layer("0", "convolution", 4), Layer("2", "linear", 5)], head="2")
+    with torch.no_grad():
+        for _ in range(2):
+            found = recorder(to_batch(x))
+            torch.testing.assert_close(found.logits, model(x))
+            torch.testing.assert_close(found.feature, model[:2](x))
+            torch.testing.assert_close(found.means["2"], model(x))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(3, track_running_stats=False),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
+        nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True)),
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True), nn.Identity(), nn.GELU()),
+    ],
+    ids=["no statistics", "circular", "in place", "activations"],
+)
+def test_whatever_a_layer_does_the_output_is_the_model_s_own(layer):
+    model, x = nn.Sequential(layer, nn.Flatten()).eval(), torch.randn(2, 3, 8, 8)
+    recorder = Recorder(model, select_layers(model))
+    with torch.no_grad():
+        expected = model(x)
+        for _ in range(2):
+            assert torch.equal(recorder(to_batch(x)).output, expected)

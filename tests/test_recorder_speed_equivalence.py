@@ -142,6 +142,19 @@ def test_a_module_that_was_added_is_put_back_into_training_mode():
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_scripted_part_is_put_into_evaluation_mode_and_back():
+    part = torch.jit.script(nn.Sequential(nn.Dropout(0.5)))
+    model, x = nn.Sequential(nn.BatchNorm2d(3), part).eval(), torch.ones(2, 3, 8, 8)
+    recorder = Recorder(model, select_layers(model, "0"))
+    part.train()
+    with torch.no_grad():
+        output = recorder(to_batch(x)).output
+    assert (output > 0).all()
+    assert part.training
+    assert not model.training
+
+
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
 def test_fast_recording_carries_no_gradient_and_leaves_the_output_bit_equal(grad):
     model, x = make_trained(), torch.randn(4, 3, 8, 8, requires_grad=True)

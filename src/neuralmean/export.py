@@ -23,7 +23,7 @@ from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.files import write_atomically
 from neuralmean.graph import DetectorGraph, input_names
 from neuralmean.pooling import pool_means
-from neuralmean.running import device_of, evaluating
+from neuralmean.running import Modules, device_of, evaluating
 from neuralmean.saving import to_artefact
 from neuralmean.scorers import VectorScorer
 from neuralmean.shortcuts import convolve_shortcuts
@@ -101,7 +101,7 @@ def _trace(
     values = (*batch.args, *batch.kwargs.values())
     size, rows = len(batch), torch.export.Dim("batch")
     shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
-    with torch.no_grad(), evaluating(graph, graph.modules()), warnings.catch_warnings():
+    with torch.no_grad(), evaluating(Modules(graph)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
         output = graph(*values)[0]
         program = _export(graph, values, shapes)

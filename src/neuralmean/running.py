@@ -5,50 +5,77 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from neuralmean.layers import WRAPPERS
 
-_training = operator.attrgetter("training")
+_training = operator.itemgetter("training")
 _eval_lock = threading.Lock()
-_eval_users: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = weakref.WeakKeyDictionary()
+_eval_users: dict[
+    int, tuple[int, list[nn.Module]]
+] = {}  # of models, by id, that threads are in: how many, and what to put back
+
+
+class Modules(list[nn.Module]):
+    """Every module of a model, and whether that is still so. What is asked with every pass is a single line of Python."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__(core.modules())
+        self.core = core
+        stores: list[Mapping[str, nn.Module | None]] = [module._modules for module in self]
+        self._leaves = [children for children in stores if not children]  # quicker to look at
+        self._children = [children for children in stores if children]
+        self._known = [dict(children) for children in self._children]
+        attributes = [vars(module) for module in self]
+        self._flags = [own for own in attributes if "training" in own]  # a scripted module has it elsewhere
+        self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
+
+    def are_all(self) -> bool:
+        """Whether no module was added, replaced or removed."""
+        return not any(self._leaves) and self._children == self._known
+
+    def are_training(self) -> bool:
+        """Whether any is in training mode."""
+        return any(map(_training, self._flags)) or any(module.training for module in self._others)
 
 
 class evaluating:  # noqa: N801 - reads as what it does; a generator would take twice as long
-    """Keep `core` in evaluation mode inside the block; the last of several threads to leave puts the flags back."""
+    """Keep a model in evaluation mode inside the block; the last of several threads to leave puts the flags back."""
 
-    __slots__ = ("_changed", "_core", "_modules")
+    __slots__ = ("_changed", "_modules")
 
-    def __init__(self, core: nn.Module, modules: Iterable[nn.Module]) -> None:
-        self._core, self._modules = core, modules
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
         self._changed = False  # else there is nothing to put back
 
     def __enter__(self) -> None:
+        modules = self._modules
         with _eval_lock:
-            users, training = _eval_users.get(self._core, (0, []))
-            if users == 0 and any(map(_training, self._modules)):
-                training = [module for module in self._modules if module.training]
+            if not _eval_users and not modules.are_training():
+                return
+            users, training = _eval_users.get(id(modules.core), (0, []))
+            if users == 0:
+                training = [module for module in modules if module.training]
                 for module in training:
                     module.training = False
-            if users > 0 or training:
+            if training:
                 self._changed = True
-                _eval_users[self._core] = (users + 1, training)
+                _eval_users[id(modules.core)] = (users + 1, training)
 
     def __exit__(self, *_: object) -> None:
         if not self._changed:
             return
         with _eval_lock:
-            users, training = _eval_users[self._core]
-            if users == 1:
-                del _eval_users[self._core]
+            key = id(self._modules.core)
+            users, training = _eval_users.pop(key)
+            if users > 1:
+                _eval_users[key] = (users - 1, training)
+            else:
                 for module in training:
                     module.training = True
-            else:
-                _eval_users[self._core] = (users - 1, training)
 
 
 def shared_copy(model: nn.Module) -> nn.Module:

@@ -61,7 +61,6 @@ class RecordingModule(nn.Module):
         plan = Plan(self.model, layers if found is None else found.layers)
         plan.by_keyword = frozenset(range(len(layers)))
         self._sink = Sink(plan, None, variance=variance, head=head, exits=exits)
-        self._sink.thread = None  # a compiler or exporter may run the copy in a thread of its own
         self._sink.attach()
 
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from neuralmean.channels import positions
 from neuralmean.errors import LayerNotFoundError
 from neuralmean.layers import Layer
-from neuralmean.recorder.lean import Forward, InSteps, lean_forward, lean_in_steps
+from neuralmean.recorder.lean import InSteps, Lean, lean_forward, lean_in_steps
+from neuralmean.running import Modules
 
 _SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
 _LARGE = 1 << 23  # numbers in an activation that no cache holds: 32 MB
@@ -45,20 +46,13 @@ class Plan:
         self.repeated: frozenset[int] = frozenset()
         self._shapes: Sequence[torch.Size | None] = ()  # of the latest pass
         self._memories: dict[tuple[int, torch.device], Memory] = {}
-        self._leaves: list[Mapping[str, nn.Module | None]] = []
-        self._children: list[Mapping[str, nn.Module | None]] = []
-        self._known: list[dict[str, nn.Module | None]] = []
-        self._modules: list[nn.Module] = []
+        self._modules: Modules | None = None
         self._watched: list[Watched] = []
 
-    def modules(self) -> list[nn.Module]:
+    def modules(self) -> Modules:
         """Every module of the model, looked up again only if one was added, replaced or removed."""
-        if not self._modules or any(self._leaves) or self._children != self._known:
-            self._modules, self._watched = list(self.core.modules()), []
-            stores = [module._modules for module in self._modules]
-            self._leaves = [children for children in stores if not children]  # quicker to look at
-            self._children = [children for children in stores if children]
-            self._known = [dict(children) for children in self._children]
+        if self._modules is None or not self._modules.are_all():
+            self._modules, self._watched = Modules(self.core), []
         return self._modules
 
     def module(self, name: str) -> nn.Module:
@@ -154,5 +148,5 @@ class Watched:
 
     module: nn.Module
     reads_input: bool
-    lean: Forward | None
+    lean: Lean | None
     in_steps: InSteps | None

@@ -20,7 +20,7 @@ from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import device_of, evaluating, is_compiled, is_shape_error
+from neuralmean.running import Modules, device_of, evaluating, is_compiled, is_shape_error
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
-        self._compiled: tuple[list[nn.Module], Callable[..., Any]] | None = None  # and of which modules
+        self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
         self._lock = threading.Lock()
 
     @property
@@ -80,11 +80,11 @@ class Recorder:
                 f"{batch.first.dtype}: {reason}."
             ) from error
 
-    def _run(self, batch: Batch, modules: list[nn.Module], exits: Exits | None) -> Recording:
+    def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
         sink = Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        with evaluating(self._core, modules):
+        with evaluating(modules):
             try:
                 sink.attach()
                 output = model(*batch.args, **batch.kwargs)
@@ -99,7 +99,7 @@ class Recorder:
             return self._run(batch, modules, exits)
         return sink.finish(output)
 
-    def _run_compiled(self, batch: Batch, modules: list[nn.Module]) -> Recording:
+    def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
         with self._lock:
             if self._compiled is None or self._compiled[0] is not modules:

@@ -24,11 +24,12 @@ from neuralmean.data import Batch
 from neuralmean.errors import InputError, LayerNotFiredError
 from neuralmean.layers import unwrap
 from neuralmean.recorder.plan import Memory, Plan, Slot, is_plain
-from neuralmean.recorder.stand_ins import Pass, StandIns
+from neuralmean.recorder.stand_ins import Pass, StandIns, current
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import device_of, evaluating
+from neuralmean.running import Modules, device_of, evaluating
 
 _NOTHING: Mapping[str, Any] = {}
+_FILLED, _APART = 1, 2  # where the means of a layer are: in its slot, as sums, or among the parts
 _keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
 
 
@@ -41,7 +42,18 @@ class Stop(BaseException):  # no `except Exception` of a model may swallow it
 
 
 class Sink:
-    """Collects the reduced activations of one pass."""
+    """Collects the reduced activations of one pass, or of many if it has no `stand_ins`: then it listens to any thread."""
+
+    outer: Pass | None = None  # of the same thread, where one pass runs inside another
+    served: frozenset[int] = frozenset()  # layers that are stood in for
+    n_hooks = -1  # see `Pass`
+    called_by_keyword: frozenset[int] = frozenset()
+    feature: Tensor | None = None
+    logits: Tensor | None = None
+    stopped_at: int | None = None
+    mask: Tensor | None = None
+    size = 0
+    memory: Memory | None = None
 
     def __init__(
         self,
@@ -54,38 +66,34 @@ class Sink:
         exits: Exits | None = None,
     ) -> None:
         self.stand_ins = stand_ins
-        self.outer: Pass | None = None  # of the same thread, where one pass runs inside another
-        self.served: frozenset[int] = frozenset()  # layers that are stood in for
         self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
-        self.thread: int | None = get_ident()
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
-        self.mask, self.size = (None, 0) if batch is None else (batch.mask, len(batch))
-        self.memory: Memory | None = None
-        self.slots: list[Slot | None]
         self.depths: tuple[int, ...] = () if exits is None else tuple(exits.depths)
         self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
-        if batch is not None and not variance and self.mask is None:
-            self.memory = plan.take_memory(self.size, batch.first.device)
+        if batch is not None:
+            first = batch.first
+            self.mask, self.size = batch.mask, first.shape[0]
+            if not variance and self.mask is None:
+                self.memory = plan.take_memory(self.size, first.device)
         self.clear()
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        # Of plain activations that are still to come.
-        self.slots = self.memory.slots.copy() if self.memory else [None] * len(self.layers)
+        self.slots: list[Slot | None] = self.memory.slots if self.memory else [None] * len(self.layers)
+        self.states = [0] * len(self.layers)  # `_FILLED` or `_APART` once it has run
         self.parts: dict[int, Tensor] = {}  # means of the others, added up over the calls of their layers
         self.variances: dict[int, Tensor] = {}
         self.calls: dict[int, int] = {}
-        self.called_by_keyword: frozenset[int] = frozenset()
-        self.feature: Tensor | None = None
-        self.logits: Tensor | None = None
-        self.stopped_at: int | None = None
+        self.feature = self.logits = None
         if self.depths:
             self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def attach(self) -> None:
         """Put stand-ins and hooks on the layers; where a hook may be is in `places` before it is there."""
-        if self.stand_ins is not None and self.memory:
-            self.stand_ins.enter(self)
+        if self.stand_ins is not None:
+            self.outer, current.sink = current.sink, self
+            if self.memory:
+                self.stand_ins.enter(self)
         if len(self.served) < len(self.layers):
             for index in range(len(self.layers)):
                 if index not in self.served:
@@ -118,13 +126,15 @@ class Sink:
                 hooks.pop(key, None)
         if self.stand_ins is not None:
             self.stand_ins.leave(self)
+            if current.sink is self:
+                current.sink = self.outer
 
     def _input_hook(self, index: int) -> Callable[..., None]:
-        thread, add, keywords = self.thread, self.add, index in self.plan.by_keyword
+        add, always, keywords = self.add, self.stand_ins is None, index in self.plan.by_keyword
 
         # Another thread may call a hook that is half registered or half removed, and then without the keywords.
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NOTHING) -> None:
-            if thread is not None and get_ident() != thread:
+            if not always and current.sink is not self:
                 return
             if args:
                 add(index, args[0])
@@ -136,16 +146,16 @@ class Sink:
         return hook
 
     def _output_hook(self, index: int) -> Callable[..., None]:
-        thread, add = self.thread, self.add
+        add, always = self.add, self.stand_ins is None
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if thread is None or get_ident() == thread:
+            if always or current.sink is self:
                 add(index, output if isinstance(output, Tensor) else main_tensor(output))
 
         return hook
 
     def _head_hook(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if self.thread is not None and get_ident() != self.thread:
+        if self.stand_ins is not None and current.sink is not self:
             return
         kwargs, output = rest
         feature, logits = args[0] if args else next(iter(kwargs.values())), main_tensor(output)
@@ -160,7 +170,7 @@ class Sink:
 
     def add(self, index: int, activation: Tensor | None) -> None:
         """Add an activation of a layer."""
-        slot = self.slots[index]
+        slot = None if self.states[index] else self.slots[index]
         if slot is not None and is_plain(activation, slot):
             self.fill(index, slot, cast(Tensor, activation))
         else:
@@ -170,11 +180,13 @@ class Sink:
         """Add the plain activation that a slot is for."""
         plain = activation.detach() if activation.requires_grad else activation
         torch.sum(plain, slot.dims, out=slot.sums)
-        self.filled(index)
+        self.states[index] = _FILLED
+        if index < self.exits_end:
+            self._look_at_exits(index)
 
     def filled(self, index: int) -> None:
         """Hear that the sums of a layer are in its slot."""
-        self.slots[index] = None
+        self.states[index] = _FILLED
         if index < self.exits_end:
             self._look_at_exits(index)
 
@@ -202,11 +214,11 @@ class Sink:
             self._look_at_exits(index)
 
     def _take_out(self, index: int) -> None:
-        """Make a part of what is in the slot of a layer, which nothing goes into any more."""
-        slot = self.memory.slots[index] if self.memory else None
-        if slot is not None and self.slots[index] is None and index not in self.parts:
+        """Make a part of what is in the slot of a layer, if anything is, which nothing goes into any more."""
+        if self.states[index] == _FILLED:
+            slot = cast(Slot, cast(Memory, self.memory).slots[index])
             self.parts[index], self.calls[index] = slot.sums / slot.n_positions, 1
-        self.slots[index] = None
+        self.states[index] = _APART
 
     def _look_at_exits(self, index: int) -> None:
         """Ask the next exit whether to stop, once all of its layers have been seen."""
@@ -220,8 +232,7 @@ class Sink:
 
     def _is_filled(self, depth: int) -> bool:
         """Whether the sums of the first `depth` layers are in their slots, all of them."""
-        memory = self.memory
-        return bool(memory and not self.parts and not any(self.slots[:depth]) and all(memory.slots[:depth]))
+        return self.states[:depth].count(_FILLED) == depth
 
     def _means(self, depth: int) -> Tensor:
         """Return the means of the first `depth` layers side by side, all of which have fired."""
@@ -238,11 +249,12 @@ class Sink:
     def finish(self, output: Any) -> Recording:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
         depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
-        if not self._is_filled(depth):
+        if self.memory and self._is_filled(depth):
+            mean, variance = self.memory.means(depth), None
+        else:
             self.check_fired(depth)
             self.check_shapes(depth)
-        mean, variance = self.statistics(depth)
-        if self.calls and max(self.calls.values()) > 1:
+            mean, variance = self.statistics(depth)
             self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
         if self.memory:
             self.plan.give_back(self.memory)
@@ -254,10 +266,7 @@ class Sink:
 
     def check_fired(self, depth: int) -> None:
         """Raise unless the first `depth` layers have fired."""
-        for index, slot in enumerate(self.slots[:depth]):
-            if slot is None:  # not one that is still waiting
-                self._take_out(index)
-        silent = [layer.name for index, layer in enumerate(self.layers[:depth]) if index not in self.parts]
+        silent = [layer.name for layer, state in zip(self.layers[:depth], self.states, strict=False) if not state]
         if silent:
             shown = ", ".join(map(repr, silent[:3])) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise LayerNotFiredError(
@@ -268,6 +277,8 @@ class Sink:
     def check_shapes(self, depth: int) -> None:
         """Raise unless the first `depth` layers, all of which have fired, had as many rows and channels as expected."""
         for index, layer in enumerate(self.layers[:depth]):
+            if self.states[index] == _FILLED:
+                continue  # of the shape that its slot is for
             rows, channels = self.parts[index].shape
             if channels != layer.channels:
                 raise InputError(
@@ -295,7 +306,7 @@ def find_head(model: nn.Module, batch: Batch) -> str | None:
         return hook
 
     handles: list[RemovableHandle] = []
-    with evaluating(core, core.modules()), torch.no_grad():
+    with evaluating(Modules(core)), torch.no_grad():
         try:
             for name, module in core.named_modules():
                 if isinstance(module, nn.Linear):

@@ -8,29 +8,33 @@ mode is called as ever. One recorder at a time does so on a layer: another one, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from threading import get_ident
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
-from neuralmean.recorder.lean import BATCH_NORMS, Forward, lean_forward
-from neuralmean.recorder.plan import Plan, Slot, Watched, is_plain
+from neuralmean.recorder.lean import BATCH_NORMS, InSteps, Lean, lean_forward
+from neuralmean.recorder.plan import Plan, Slot, Watched
 
+_FLOAT = torch.float32
 _CALL = "_compiled_call_impl"  # what `nn.Module.__call__` calls instead, if it is there; not copied with a module
-
-Place = tuple[dict[str, Any], Callable[[Tensor], Any]]  # attributes of a layer, and its stand-in
 
 
 class Pass(Protocol):
     """A pass that is being recorded."""
 
-    outer: Pass | None  # of the same thread, where one pass runs inside another
+    stand_ins: StandIns | None
+    head: str | None  # name of the layer that gives the logits
     served: frozenset[int]  # layers that are stood in for
-    slots: list[Slot | None]  # where sums go, of layers that have not run yet
+    n_hooks: int  # as many as had ever been registered when it began, anywhere
+    states: list[int]  # zero for each layer that has not run
+    slots: list[Slot | None]  # where its sums go then
 
     def fill(self, index: int, slot: Slot, activation: Tensor) -> None:
         """Add the plain activation that a slot is for."""
@@ -45,127 +49,192 @@ class Pass(Protocol):
         """Read a layer by a hook from now on, and not by a stand-in."""
 
 
+class _Current(threading.local):
+    sink: Pass | None = None
+
+
+current = _Current()  # the pass that this thread is in: the inner one, where one runs inside another
+
+
+class StandIn:
+    """Stands in for a layer in the passes of one recorder.
+
+    Args:
+        module: The layer.
+        lean: What it does in evaluation mode.
+        owner: Who puts it in its place.
+    """
+
+    # Small and in one piece: what there is for each layer is far from the processor when the layer's turn comes.
+    __slots__ = ("attributes", "call", "lean", "own", "owner")
+
+    def __init__(self, module: nn.Module, lean: Lean, owner: StandIns) -> None:
+        self.attributes, self.lean, self.owner = module.__dict__, lean, owner
+        self.own: Callable[[Tensor], Any] = module._call_impl
+        self.call: Callable[[Tensor], Any] = self.forward
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch's layers call it
+        """Run a layer that is not watched."""
+        if is_dynamo_compiling() or (sink := current.sink) is None or sink.stand_ins is not self.owner:
+            return self.own(input)
+        own = self.attributes
+        if RemovableHandle.next_id != sink.n_hooks or own["training"] or "forward" in own:
+            return self.own(input)
+        output = self.lean(own, input)
+        return self.own(input) if output is None else output
+
+    def is_special(self) -> Any:
+        """Whether the layer does something else than its class does in evaluation mode."""
+        return self.attributes["training"] or "forward" in self.attributes
+
+    def has_hooks(self) -> Any:
+        """Whether the layer has hooks. Not to be asked for each layer in each pass: these are many places to look at."""
+        own = self.attributes
+        return (
+            own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
+        )
+
+
+class WatchedStandIn(StandIn):
+    """Stands in for a layer that is watched, and tells the pass what it sees there.
+
+    Args:
+        watched: The layer.
+        lean: What it does in evaluation mode.
+        index: Which one of the watched layers it is.
+        owner: Who puts it in its place.
+    """
+
+    __slots__ = ("in_steps", "index", "reads_input")
+
+    def __init__(self, watched: Watched, lean: Lean, index: int, owner: StandIns) -> None:
+        super().__init__(watched.module, lean, owner)
+        self.index, self.reads_input = index, watched.reads_input
+        self.in_steps: InSteps | None = watched.in_steps
+        self.call = self.forward_before if self.reads_input else self.forward_after
+
+    def forward_before(self, input: Tensor) -> Any:  # noqa: A002
+        """Run a layer that is read at its input."""
+        if is_dynamo_compiling() or (sink := current.sink) is None or sink.stand_ins is not self.owner:
+            return self.own(input)
+        index, own = self.index, self.attributes
+        slot = None if sink.states[index] else sink.slots[index]
+        # In full, as with `is_plain` and the like it would take half as long again.
+        if (
+            slot is None
+            or type(input) is not Tensor
+            or input.shape != slot.shape
+            or input.dtype is not _FLOAT
+            or RemovableHandle.next_id != sink.n_hooks
+            or own["training"]
+            or "forward" in own
+        ):
+            return self._as_ever(sink, input)
+        if slot.step and self.in_steps is not None and not torch.is_grad_enabled():
+            output = self.in_steps(own, input, slot.step, slot.dims, slot.sums)
+            if output is not None:
+                sink.filled(index)
+                return output
+        output = self.lean(own, input)
+        if output is None:
+            return self._as_ever(sink, input)
+        sink.fill(index, slot, input)  # behind the layer, which has brought it near the processor
+        return output
+
+    def forward_after(self, input: Tensor) -> Any:  # noqa: A002
+        """Run a layer that is read at its output."""
+        if is_dynamo_compiling() or (sink := current.sink) is None or sink.stand_ins is not self.owner:
+            return self.own(input)
+        is_plain = RemovableHandle.next_id == sink.n_hooks and not self.is_special()
+        output = self.lean(self.attributes, input) if is_plain else None
+        if output is None:
+            return self._as_ever(sink, input)
+        sink.add(self.index, output)
+        return output
+
+    def _as_ever(self, sink: Pass, input: Tensor) -> Any:  # noqa: A002
+        if self.index not in sink.served:
+            return self.own(input)
+        if self.has_hooks() or self.is_special():
+            sink.hook(self.index)  # the last one, so that it sees what the others made of the activation
+            return self.own(input)
+        if self.reads_input:
+            sink.add(self.index, input)
+            return self.own(input)
+        output = self.own(input)
+        sink.add(self.index, output)
+        return output
+
+
 class StandIns:
     """Stand in for layers while passes of one recorder run, in whichever threads."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._lock = threading.Lock()
-        self._sinks: dict[int, Pass] = {}  # of the passes that run, by thread
-        self._known: list[Watched] = []
-        self._watched: dict[int, Place] = {}
-        self._all: frozenset[int] = frozenset()  # watched layers that can be stood in for
-        self._others: list[Place] = []
+        self._passes: set[Pass] = set()
+        self._known: tuple[list[Watched], str | None] = [], None
+        self._all: list[StandIn] = []
+        self._n_hooks = -1
+        # Of the layers that nobody else has hooks on.
+        self._attributes: list[dict[str, Any]] = []
+        self._calls: list[Callable[[Tensor], Any]] = []
+        self._served: frozenset[int] = frozenset()
 
     def enter(self, sink: Pass) -> None:
         """Stand in for a pass of this thread, and tell it the watched layers where that is possible."""
-        thread, watched = get_ident(), self._plan.watched()
+        known, n_hooks = (self._plan.watched(), sink.head), RemovableHandle.next_id
         with self._lock:
-            if watched is not self._known and not self._sinks:
-                self._look_up(watched)
-            if watched is not self._known or _has_any_global_hook():  # type: ignore[no-untyped-call]
-                return  # the model was changed while others run on it, or every layer is looked at by somebody
-            sink.outer = self._sinks.get(thread)
-            self._sinks[thread] = sink
-            taken = [
-                index
-                for index, (attributes, call) in self._watched.items()
-                if attributes.setdefault(_CALL, call) is not call
-            ]
-            sink.served = self._all.difference(taken) if taken else self._all
-            for attributes, call in self._others:
-                attributes.setdefault(_CALL, call)
+            if not self._passes:
+                self._look_up(known, n_hooks)
+            if known[0] is not self._known[0] or n_hooks != self._n_hooks:
+                return  # something was changed while others run on the model
+            self._passes.add(sink)
+            held = list(map(dict.setdefault, self._attributes, repeat(_CALL), self._calls))
+            sink.n_hooks, sink.served = n_hooks, self._served
+            if held != self._calls:  # another recorder was there before
+                ours = {id(call) for call in held}
+                sink.served = _watched(one for one in self._all if id(one.call) in ours)
 
     def leave(self, sink: Pass) -> None:
         """End what `enter` began; the last pass to leave takes everything away."""
-        thread = get_ident()
         with self._lock:
-            if self._sinks.get(thread) is not sink:
+            if sink not in self._passes:
                 return
-            if sink.outer is None:
-                del self._sinks[thread]
-            else:
-                self._sinks[thread] = sink.outer
-            if not self._sinks:
-                for attributes, call in (*self._watched.values(), *self._others):
+            self._passes.discard(sink)
+            if not self._passes:
+                for attributes, call in zip(self._attributes, self._calls, strict=True):
                     if attributes.get(_CALL) is call:
                         del attributes[_CALL]
 
-    def _look_up(self, watched: list[Watched]) -> None:
-        self._known = watched
-        self._watched = {
-            index: (one.module.__dict__, self._watched_call(index, one, one.lean))
+    def _look_up(self, known: tuple[list[Watched], str | None], n_hooks: int) -> None:
+        """Find out where to stand in, unless all is as it was: layers, head, and no hook was registered anywhere."""
+        if known[0] is not self._known[0] or known[1] != self._known[1]:
+            self._known, self._all = known, self._find(*known)
+        elif n_hooks == self._n_hooks and len(self._calls) == len(self._all):  # else hooks may have been removed
+            return
+        all_hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        free = [] if all_hooked else [one for one in self._all if not one.has_hooks()]
+        self._n_hooks, self._served = n_hooks, _watched(free)
+        self._attributes, self._calls = [one.attributes for one in free], [one.call for one in free]
+
+    def _find(self, watched: list[Watched], head: str | None) -> list[StandIn]:
+        times = Counter(id(one.module) for one in watched)
+        if head is not None:
+            times[id(self._plan.module(head))] += 2  # has a hook, as has a layer that goes by two names
+        found: list[StandIn] = [
+            WatchedStandIn(one, one.lean, index, self)
             for index, one in enumerate(watched)
-            if one.lean is not None
-        }
-        self._all = frozenset(self._watched)
-        # Another one may be given an input of any shape, which a batch norm would have to look at.
-        left_out = {id(self._plan.core), *(id(one.module) for one in watched)}
-        modules = [m for m in self._plan.modules() if id(m) not in left_out and not isinstance(m, BATCH_NORMS)]
-        found = ((module, lean_forward(module)) for module in modules)
-        self._others = [(module.__dict__, _other_call(module, lean)) for module, lean in found if lean is not None]
-
-    def _watched_call(self, index: int, watched: Watched, lean: Forward) -> Callable[[Tensor], Any]:
-        sinks, module, in_steps, reads_input = self._sinks, watched.module, watched.in_steps, watched.reads_input
-        attributes = module.__dict__
-        own: Forward = module._call_impl
-
-        def as_ever(sink: Pass | None, input: Tensor) -> Any:  # noqa: A002
-            if sink is None or index not in sink.served:
-                return own(input)
-            if _is_special(attributes):
-                sink.hook(index)  # the last one, so that it sees what the others made of the activation
-                return own(input)
-            if reads_input:
-                sink.add(index, input)
-                return own(input)
-            output = own(input)
-            sink.add(index, output)
-            return output
-
-        def forward_before(input: Tensor) -> Any:  # noqa: A002 - as torch's layers call it
-            sink = None if is_compiling() else sinks.get(get_ident())
-            if sink is None:
-                return own(input)
-            slot = sink.slots[index]
-            if slot is None or not is_plain(input, slot) or _is_special(attributes):
-                return as_ever(sink, input)
-            if slot.step and in_steps is not None and not torch.is_grad_enabled():
-                output = in_steps(input, slot.step, slot.dims, slot.sums)
-                sink.filled(index)
-                return output
-            output = lean(input)
-            sink.fill(index, slot, input)  # behind the layer, which has brought it near the processor
-            return output
-
-        def forward_after(input: Tensor) -> Any:  # noqa: A002
-            sink = None if is_compiling() else sinks.get(get_ident())
-            if sink is None or _is_special(attributes):
-                return as_ever(sink, input)
-            output = lean(input)
-            sink.add(index, output)
-            return output
-
-        return forward_before if reads_input else forward_after
+            if one.lean is not None and times[id(one.module)] == 1
+        ]
+        for module in self._plan.modules():
+            # Another batch norm may be given an input of any shape, which it would have to look at.
+            left_out = id(module) in times or module is self._plan.core or isinstance(module, BATCH_NORMS)
+            lean = None if left_out else lean_forward(module)
+            if lean is not None:
+                found.append(StandIn(module, lean, self))
+        return found
 
 
-def _other_call(module: nn.Module, lean: Forward) -> Callable[[Tensor], Any]:
-    attributes = module.__dict__
-    own: Forward = module._call_impl
-
-    def forward(input: Tensor) -> Any:  # noqa: A002 - as torch's layers call it
-        return own(input) if _is_special(attributes) else lean(input)
-
-    return forward
-
-
-def _is_special(attributes: dict[str, Any]) -> Any:
-    """Whether there is more to do than what a layer of its class does in evaluation mode."""
-    return (
-        attributes["_forward_pre_hooks"]
-        or attributes["_forward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["training"]
-        or "forward" in attributes
-    )
+def _watched(stand_ins: Iterable[StandIn]) -> frozenset[int]:
+    return frozenset(one.index for one in stand_ins if isinstance(one, WatchedStandIn))
