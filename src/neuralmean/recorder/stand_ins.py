@@ -187,7 +187,7 @@ class StandIns:
         with self._lock:
             if not self._passes:
                 self._look_up(known, n_hooks)
-            if known[0] is not self._known[0] or n_hooks != self._n_hooks:
+            if self._is_new(known) or n_hooks != self._n_hooks:
                 return  # something was changed while others run on the model
             self._passes.add(sink)
             held = list(map(dict.setdefault, self._attributes, repeat(_CALL), self._calls))
@@ -209,7 +209,7 @@ class StandIns:
 
     def _look_up(self, known: tuple[list[Watched], str | None], n_hooks: int) -> None:
         """Find out where to stand in, unless all is as it was: layers, head, and no hook was registered anywhere."""
-        if known[0] is not self._known[0] or known[1] != self._known[1]:
+        if self._is_new(known):
             self._known, self._all = known, self._find(*known)
         elif n_hooks == self._n_hooks and len(self._calls) == len(self._all):  # else hooks may have been removed
             return
@@ -217,6 +217,9 @@ class StandIns:
         free = [] if all_hooked else [one for one in self._all if not one.has_hooks()]
         self._n_hooks, self._served = n_hooks, _watched(free)
         self._attributes, self._calls = [one.attributes for one in free], [one.call for one in free]
+
+    def _is_new(self, known: tuple[list[Watched], str | None]) -> bool:
+        return known[0] is not self._known[0] or known[1] != self._known[1]
 
     def _find(self, watched: list[Watched], head: str | None) -> list[StandIn]:
         times = Counter(id(one.module) for one in watched)
