@@ -32,8 +32,6 @@ class Batch:
     @property
     def first(self) -> Tensor:
         """The first tensor among the arguments: the input proper."""
-        if self.args and type(self.args[0]) is Tensor and self.args[0].dim() > 0:  # nearly always, and asked often
-            return self.args[0]
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
                 return value

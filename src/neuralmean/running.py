@@ -14,9 +14,8 @@ from neuralmean.layers import WRAPPERS
 
 _training = operator.itemgetter("training")
 _eval_lock = threading.Lock()
-_eval_users: dict[
-    int, tuple[int, list[nn.Module]]
-] = {}  # of models, by id, that threads are in: how many, and what to put back
+# Of models that threads are in, by id: how many threads, and what to put back.
+_eval_users: dict[int, tuple[int, list[nn.Module]]] = {}
 
 
 class Modules(list[nn.Module]):

@@ -180,9 +180,7 @@ class Sink:
         """Add the plain activation that a slot is for."""
         plain = activation.detach() if activation.requires_grad else activation
         torch.sum(plain, slot.dims, out=slot.sums)
-        self.states[index] = _FILLED
-        if index < self.exits_end:
-            self._look_at_exits(index)
+        self.filled(index)
 
     def filled(self, index: int) -> None:
         """Hear that the sums of a layer are in its slot."""
@@ -249,13 +247,11 @@ class Sink:
     def finish(self, output: Any) -> Recording:
         """Return the recording, once every layer has fired with one row for each of the inputs."""
         depth = len(self.layers) if self.stopped_at is None else self.depths[self.stopped_at]
-        if self.memory and self._is_filled(depth):
-            mean, variance = self.memory.means(depth), None
-        else:
+        if not self._is_filled(depth):
             self.check_fired(depth)
             self.check_shapes(depth)
-            mean, variance = self.statistics(depth)
-            self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
+        mean, variance = self.statistics(depth)
+        self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
         if self.memory:
             self.plan.give_back(self.memory)
         return Recording(output, self.layers[:depth], mean, variance, self.feature, self.logits, self.stopped_at)

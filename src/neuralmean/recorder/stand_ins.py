@@ -77,10 +77,8 @@ class StandIn:
         """Run a layer that is not watched."""
         if is_dynamo_compiling() or (sink := current.sink) is None or sink.stand_ins is not self.owner:
             return self.own(input)
-        own = self.attributes
-        if RemovableHandle.next_id != sink.n_hooks or own["training"] or "forward" in own:
-            return self.own(input)
-        output = self.lean(own, input)
+        is_plain = RemovableHandle.next_id == sink.n_hooks and not self.is_special()
+        output = self.lean(self.attributes, input) if is_plain else None
         return self.own(input) if output is None else output
 
     def is_special(self) -> Any:
@@ -89,9 +87,12 @@ class StandIn:
 
     def has_hooks(self) -> Any:
         """Whether the layer has hooks. Not to be asked for each layer in each pass: these are many places to look at."""
-        own = self.attributes
+        attributes = self.attributes
         return (
-            own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
+            attributes["_forward_pre_hooks"]
+            or attributes["_forward_hooks"]
+            or attributes["_backward_pre_hooks"]
+            or attributes["_backward_hooks"]
         )
 
 
@@ -117,25 +118,25 @@ class WatchedStandIn(StandIn):
         """Run a layer that is read at its input."""
         if is_dynamo_compiling() or (sink := current.sink) is None or sink.stand_ins is not self.owner:
             return self.own(input)
-        index, own = self.index, self.attributes
+        index, attributes = self.index, self.attributes
         slot = None if sink.states[index] else sink.slots[index]
-        # In full, as with `is_plain` and the like it would take half as long again.
+        # `plan.is_plain` and `is_special`, written out: this runs for every norm of every pass.
         if (
             slot is None
             or type(input) is not Tensor
             or input.shape != slot.shape
             or input.dtype is not _FLOAT
             or RemovableHandle.next_id != sink.n_hooks
-            or own["training"]
-            or "forward" in own
+            or attributes["training"]
+            or "forward" in attributes
         ):
             return self._as_ever(sink, input)
         if slot.step and self.in_steps is not None and not torch.is_grad_enabled():
-            output = self.in_steps(own, input, slot.step, slot.dims, slot.sums)
+            output = self.in_steps(attributes, input, slot.step, slot.dims, slot.sums)
             if output is not None:
                 sink.filled(index)
                 return output
-        output = self.lean(own, input)
+        output = self.lean(attributes, input)
         if output is None:
             return self._as_ever(sink, input)
         sink.fill(index, slot, input)  # behind the layer, which has brought it near the processor
@@ -222,18 +223,20 @@ class StandIns:
         return known[0] is not self._known[0] or known[1] != self._known[1]
 
     def _find(self, watched: list[Watched], head: str | None) -> list[StandIn]:
-        times = Counter(id(one.module) for one in watched)
+        n_names = Counter(id(one.module) for one in watched)
+        by_hook = {module for module, count in n_names.items() if count > 1}
         if head is not None:
-            times[id(self._plan.module(head))] += 2  # has a hook, as has a layer that goes by two names
+            by_hook.add(id(self._plan.module(head)))
         found: list[StandIn] = [
             WatchedStandIn(one, one.lean, index, self)
             for index, one in enumerate(watched)
-            if one.lean is not None and times[id(one.module)] == 1
+            if one.lean is not None and id(one.module) not in by_hook
         ]
+        left_out = {id(self._plan.core), *n_names, *by_hook}
         for module in self._plan.modules():
             # Another batch norm may be given an input of any shape, which it would have to look at.
-            left_out = id(module) in times or module is self._plan.core or isinstance(module, BATCH_NORMS)
-            lean = None if left_out else lean_forward(module)
+            is_other = id(module) not in left_out and not isinstance(module, BATCH_NORMS)
+            lean = lean_forward(module) if is_other else None
             if lean is not None:
                 found.append(StandIn(module, lean, self))
         return found
