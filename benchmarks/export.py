@@ -1,10 +1,12 @@
 """onnxruntime with detection in the graph, over onnxruntime without it.
 
-Some of what makes our graphs fast would make a model's own faster too; `arranged` is the model without detection and with it.
+Some of what makes our graphs fast would make a model's own faster too; `arranged` is the model without detection and with it:
+means pooled, shortcuts and additions as convolutions, norms with their ReLUs as comparisons.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ import torch
 from benchmarks import subjects
 from benchmarks.timing import interleave
 from neuralmean import Detector, export
+from neuralmean.additions import convolve_additions
+from neuralmean.clamps import clamp_norms
 from neuralmean.errors import CalibrationWarning
 from neuralmean.pooling import pool_means
 from neuralmean.shortcuts import convolve_shortcuts
@@ -57,8 +61,20 @@ def _open(graphs: dict[str, Path], turn: int) -> dict[str, Any]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    affinities = _affinities(torch.get_num_threads())
+    if affinities:
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
     names = list(graphs)
     return {name: onnxruntime.InferenceSession(graphs[name], options) for name in names[turn:] + names[:turn]}
+
+
+def _affinities(threads: int) -> str:
+    """Return a processor for each thread but the main one, counted from 1; nothing if the main one is not bound to its own."""
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    is_bound = len(own) == 1 or os.environ.get("OMP_PROC_BIND", "false").lower() != "false"
+    others = [cpu for cpu in range(os.cpu_count() or 1) if cpu not in (own[:1] or [0])][: threads - 1]
+    # A thread starts where the one that makes it is bound, and all would share that processor. The runtime wants one for each.
+    return ";".join(str(cpu + 1) for cpu in others) if is_bound and len(others) == threads - 1 else ""
 
 
 def _measure(name: str, detector: Detector, sessions: dict[str, Any], size: int, seconds: float) -> dict[str, Any]:
@@ -84,7 +100,7 @@ def _detector(name: str) -> Detector:
 
 
 def _export_plain(model: torch.nn.Module, path: Path, arranged: Path) -> None:
-    """Write a model as torch exports it, and once more with its shortcuts and means as in our graphs."""
+    """Write a model as torch exports it, and once more arranged as our graphs are."""
     rows = torch.export.Dim("batch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -96,4 +112,6 @@ def _export_plain(model: torch.nn.Module, path: Path, arranged: Path) -> None:
     path.write_bytes(proto.SerializeToString())
     pool_means(proto)
     convolve_shortcuts(proto)
+    convolve_additions(proto)
+    clamp_norms(proto)
     arranged.write_bytes(proto.SerializeToString())

@@ -40,7 +40,7 @@ ROWS = [
     ["saving"],
     ["detector"],
     ["images", "weights", "monitor_state"],
-    ["monitor", "modelspec", "graph", "inspection", "pooling", "shortcuts"],
+    ["monitor", "modelspec", "graph", "inspection", "pooling", "shortcuts", "additions", "clamps"],
     ["opening", "scoring", "export"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

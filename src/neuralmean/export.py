@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from neuralmean.additions import convolve_additions
 from neuralmean.artefact import FORMAT_VERSION
+from neuralmean.clamps import clamp_norms
 from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.files import write_atomically
@@ -68,6 +70,8 @@ def to_onnx(
     proto = exported.model_proto
     pool_means(proto)
     convolve_shortcuts(proto)
+    convolve_additions(proto)
+    clamp_norms(proto)
     onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
     with write_atomically(path) as file:
         file.write(proto.SerializeToString())

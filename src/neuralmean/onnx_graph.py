@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -11,6 +12,17 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto
+
+# What stays in blocks of channels if all that goes in is, and the number of which the channels must be a multiple.
+_KEEPS_BLOCKS = {
+    "Add": 8,
+    "AveragePool": 16,
+    "BatchNormalization": 8,
+    "Concat": 16,
+    "GlobalAveragePool": 16,
+    "MaxPool": 16,
+    "Relu": 8,
+}
 
 
 class Graph:
@@ -29,12 +41,34 @@ class Graph:
         }
         self.makers = {name: node for node in proto.node for name in node.output}
         self.uses = Counter(_names_in(proto))
+        self._users = {name: node for node in proto.node for name in node.input}
         self._tensors = {tensor.name: tensor for tensor in proto.initializer}
         self._to_array = numpy_helper.to_array
 
     def constant(self, name: str) -> NDArray[np.generic] | None:
         """Return the values of a constant; None for what is no constant."""
         return self._to_array(self._tensors[name]) if name in self._tensors else None
+
+    def add_constant(self, name: str, values: NDArray[np.generic]) -> str:
+        """Add a constant and return its name."""
+        from onnx import numpy_helper
+
+        self.proto.initializer.append(numpy_helper.from_array(values, name))
+        self._tensors[name] = self.proto.initializer[-1]
+        return name
+
+    def only_user(self, name: str) -> NodeProto | None:
+        """Return the node that uses a tensor if nothing else does: no other node, no graph in one, nor is it returned."""
+        return self._users.get(name) if self.uses[name] == 1 else None
+
+    def affine(self, norm: NodeProto) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return what a batch norm multiplies channels by and then adds, (C,) each; None if these are no constants."""
+        values = [self.constant(name) for name in norm.input[1:]]
+        if any(value is None for value in values) or option(norm, "training_mode", 0):
+            return None
+        gamma, beta, mean, variance = (np.asarray(value, np.float64) for value in values)
+        scale = gamma / np.sqrt(variance + option(norm, "epsilon", 1e-5))
+        return scale, beta - mean * scale
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what is known of the shapes of tensors that have another now."""
@@ -54,7 +88,7 @@ class Graph:
         if node.op_type != "ReduceMean" or len(node.input) != 2:
             return False
         axes, rank = self.constant(node.input[1]), len(self.shapes.get(node.input[0], ()))
-        kept = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
+        kept = option(node, "keepdims", 1)
         over = sorted(int(axis) % rank for axis in axes) if axes is not None and rank > 2 else []
         return bool(over) and over == list(range(2, rank)) and bool(kept) == keeps
 
@@ -68,18 +102,32 @@ class Graph:
     def is_blocked(self, name: str) -> bool:
         """Whether a runtime is likely to hold an activation in blocks of channels, the layout of its convolutions.
 
-        onnxruntime does so with what a convolution makes if the channels before and behind it can be cut so.
+        onnxruntime does so with what a convolution makes if the channels before and behind it can be cut so, and with what
+        ReLUs, norms, additions, pooling and joins make of that.
         """
-        maker = self.makers.get(name)
-        if maker is None or maker.op_type != "Conv":
-            return False
-        before = self.channels(maker.input[0])
-        return self.channels(name) % 8 == 0 and (before % 4 == 0 or before < 8)
+        return name in self._blocked
 
     def channels(self, name: str) -> int:
         """Return how many channels an activation has; 0 if that is not known."""
         shape = self.shapes.get(name, ())
         return shape[1] if len(shape) > 1 else 0
+
+    @cached_property
+    def _blocked(self) -> set[str]:
+        blocked: set[str] = set()
+        for node in self.proto.node:  # what makes a tensor comes before what uses it
+            if node.op_type == "Conv":
+                before = self.channels(node.input[0])
+                is_blocked = self.channels(node.output[0]) % 8 == 0 and (before % 4 == 0 or before < 8)
+            elif node.op_type in _KEEPS_BLOCKS and (is_join(node) or node.op_type != "Concat"):
+                size = _KEEPS_BLOCKS[node.op_type]
+                names = node.input[:1] if node.op_type == "BatchNormalization" else node.input
+                is_blocked = all(name in blocked and self.channels(name) % size == 0 for name in names)
+            else:
+                is_blocked = False
+            if is_blocked:
+                blocked.add(node.output[0])
+        return blocked
 
 
 class Chain:
@@ -102,12 +150,11 @@ class Chain:
 
     def add(self, kind: str, inputs: Sequence[str], constant: NDArray[np.generic] | None = None, **options: Any) -> str:
         """Add a node, whose last input may be a constant, and return the name of its output."""
-        from onnx import helper, numpy_helper
+        from onnx import helper
 
         name = f"{self._name}_neuralmean_{len(self._nodes)}"
         if constant is not None:
-            self._graph.proto.initializer.append(numpy_helper.from_array(constant, f"{name}_constant"))
-            inputs = [*inputs, f"{name}_constant"]
+            inputs = [*inputs, self._graph.add_constant(f"{name}_constant", constant)]
         self._nodes.append(helper.make_node(kind, inputs, [name], **options))
         return name
 
@@ -124,6 +171,13 @@ class Chain:
 def is_join(node: NodeProto | None) -> TypeGuard[NodeProto]:
     """Whether a node puts channels side by side."""
     return node is not None and node.op_type == "Concat" and node.attribute[0].i == 1
+
+
+def option(node: NodeProto, name: str, default: Any) -> Any:
+    """Return an attribute of a node."""
+    from onnx import helper
+
+    return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
 
 
 def _names_in(graph: GraphProto) -> Iterator[str]:

@@ -120,12 +120,9 @@ def _through_norm(graph: Graph, name: str) -> _Read:
     """Return how the mean of what a batch norm makes of tensors side by side follows from theirs."""
     norm, channels = graph.makers.get(name), graph.channels(name)
     if norm is not None and norm.op_type == "BatchNormalization" and is_join(graph.makers.get(norm.input[0])):
-        values = [graph.constant(constant) for constant in norm.input[1:]]
-        if not any(value is None for value in values):
-            gamma, beta, mean, variance = (np.asarray(value, np.float64) for value in values)
-            epsilon = next((attribute.f for attribute in norm.attribute if attribute.name == "epsilon"), 1e-5)
-            scale = gamma / np.sqrt(variance + epsilon)
-            return _Read(norm.input[0], scale, beta - mean * scale)
+        affine = graph.affine(norm)
+        if affine is not None:
+            return _Read(norm.input[0], *affine)
     return _Read(name, np.ones(channels), np.zeros(channels))
 
 
@@ -133,9 +130,8 @@ def _take_in(
     graph: Graph, node: NodeProto, scale: NDArray[np.float64], shift: NDArray[np.float64]
 ) -> tuple[NodeProto, NDArray[np.float64], NDArray[np.float64]]:
     """Follow a vector while it is only multiplied by constants and added to them; return the last node and what it comes to."""
-    while graph.uses[node.output[0]] == 1:
-        user = next((user for user in graph.proto.node if node.output[0] in user.input), None)
-        if user is None or user.op_type not in ("Mul", "Add", "Sub") or user.input[0] != node.output[0]:
+    while (user := graph.only_user(node.output[0])) is not None:
+        if user.op_type not in ("Mul", "Add", "Sub") or user.input[0] != node.output[0]:
             break
         constant = graph.constant(user.input[1])
         if constant is None or constant.shape not in ((), scale.shape):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from neuralmean.onnx_graph import Chain, Graph
+from neuralmean.onnx_graph import Chain, Graph, option
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -46,9 +46,8 @@ def _added_channels(graph: Graph, pad: NodeProto) -> tuple[int, int] | None:
     """Return how many channels of zeros a node adds before and behind an image's; None if it does something else."""
     pads = graph.constant(pad.input[1])
     value = graph.constant(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else np.zeros(())
-    mode = next((attribute.s for attribute in pad.attribute if attribute.name == "mode"), b"constant")
     if (
-        mode != b"constant"
+        option(pad, "mode", b"constant") != b"constant"
         or pads is None
         or len(pads) != 8
         or value is None
