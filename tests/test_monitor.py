@@ -12,6 +12,7 @@ import torch
 
 from neuralmean import Detector
 from neuralmean.artefact import Artefact
+from neuralmean.calibration import Calibration
 from neuralmean.decision import Decision
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
 from neuralmean.moments import Moments
@@ -28,8 +29,7 @@ def _normal(n, seed, shift=0.0):
 
 
 def _decision(detector, scores):
-    calibration = detector.calibration
-    return Decision(scores, calibration.p_value(scores), calibration.threshold, calibration.false_alarm_rate)
+    return Decision(scores, detector.calibration)
 
 
 def _with_normal_scores(detector, n=500, seed=0):
@@ -40,9 +40,9 @@ def _with_normal_scores(detector, n=500, seed=0):
 
 def test_counters_window_and_histogram_are_those_of_the_decisions(detector):
     monitor = Monitor(detector, window=32)
+    calibration = Calibration.of(torch.arange(1999.0), 0.002)
     p_values = torch.tensor([0.001, 0.0015, 0.05, 0.9, 1.0])
-    scores = torch.tensor([9.0, 8.0, 0.0, 0.0, 0.0])
-    monitor.update(Decision(scores, p_values, 5.0, 0.05))
+    monitor.update(Decision(1999.0 - (2000 * p_values - 1).round(), calibration))
     status = monitor.status()
     assert (status.n_seen, status.n_ood, status.n_window, status.window_ood_rate) == (5, 2, 5, 0.4)
     counts = dict(zip(P_VALUE_EDGES, status.p_value_counts, strict=True))
@@ -50,7 +50,7 @@ def test_counters_window_and_histogram_are_those_of_the_decisions(detector):
     assert status.p_value_sum == pytest.approx(p_values.sum().item())
     assert status.expected_ood_rate == 0.05
     for _ in range(8):
-        monitor.update(Decision(torch.zeros(5), torch.full((5,), 0.5), 5.0, 0.05))
+        monitor.update(Decision(torch.full((5,), 1000.0), calibration))
     status = monitor.status()
     assert (status.n_seen, status.n_ood, status.n_window, status.window_ood_rate) == (45, 2, 32, 0.0)
     assert len(monitor.window_p_values()) == 32

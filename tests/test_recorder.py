@@ -333,6 +333,52 @@ def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the
     assert general == list(range(len(recorder.layers)))
 
 
+class Repeats(nn.Module):
+    """Shows a batch norm every input `n` times."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm2d(1), nn.BatchNorm2d(1)
+        self.n = 1
+
+    def forward(self, x):
+        return self.norm(x.repeat(self.n, 1, 1, 1)), self.other(x)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside another", "alone"])
+def test_rows_are_counted_in_every_pass(alone):
+    model, x = Repeats().eval(), torch.rand(3, 1, 4, 4)
+    recorder = Recorder(model, select_layers(model, ["norm"] if alone else None))
+    recorder(to_batch(x))
+    model.n = 2  # as many positions as ever, and twice the rows
+    with pytest.raises(InputError, match="one row for each of the 3 inputs in layer 'norm', but its activation has 6"):
+        recorder(to_batch(x))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_activation_without_positions_has_no_mean(passes):
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(2)
+
+        def forward(self, x):
+            return self.norm(x[:, :0])
+
+    model = Empty().eval()
+    recorder = Recorder(model, select_layers(model))
+    for _ in range(passes):
+        assert recorder(to_batch(torch.rand(3, 4, 2))).mean.isnan().all()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_batch_of_nothing_has_means_of_nothing(passes):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    recorder = Recorder(model, select_layers(model))
+    for _ in range(passes):
+        assert recorder(to_batch(torch.rand(0, 3, 4, 4))).mean.shape == (0, 4)
+
+
 def test_passes_inside_and_outside_of_inference_mode_follow_each_other(model, images):
     recorder = Recorder(model, select_layers(model))
     expected = recorder(to_batch(images)).mean
@@ -344,3 +390,37 @@ def test_passes_inside_and_outside_of_inference_mode_follow_each_other(model, im
         inside.append(recorder(to_batch(images)).mean)
     assert all(torch.equal(found, outside) for found in inside)
     assert torch.allclose(outside, expected, atol=1e-6)
+
+
+def test_an_input_of_a_known_kind_goes_where_the_model_is_by_then(model, images):
+    recorder = Recorder(model, select_layers(model))
+    expected = recorder(to_batch(images)).mean
+    recorder(to_batch(images))
+    model.to("meta")
+    assert recorder(to_batch(images)).mean.device.type == "meta"
+    assert expected.device.type == "cpu"
+
+
+def test_the_head_may_be_told_later(model, images):
+    recorder = Recorder(model, select_layers(model))
+    assert [recorder(to_batch(images)).logits for _ in range(2)] == [None, None]
+    recorder.head = "fc"
+    recording = recorder(to_batch(images))
+    assert torch.equal(recording.logits, recording.output.detach())
+    assert count_hooks(model) == 0
+
+
+def test_what_was_kept_of_a_pass_is_not_seen_in_the_next(model, images):
+    recorder = Recorder(model, select_layers(model), head="fc")
+    first = recorder(to_batch(images))
+    kept = first.logits.clone(), first.feature.clone(), first.mean.clone()
+    recorder(to_batch(images + 1))
+    assert all(map(torch.equal, kept, (first.logits, first.feature, first.mean)))
+
+
+def test_a_model_that_is_compiled_in_place_later_is_run_so(model, images, monkeypatch):
+    recorder = Recorder(model, select_layers(model))
+    recorder(to_batch(images))
+    monkeypatch.setattr(Recorder, "_run_compiled", lambda *_: "compiled")
+    model.compile(backend="eager")
+    assert recorder(to_batch(images)) == "compiled"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from neuralmean.calibration import Calibration
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,9 +17,22 @@ class Decision:
     """What the detector says of N inputs; `is_ood` is `score > threshold`, which is `p_value <= false_alarm_rate`."""
 
     score: Tensor  # (N,) higher = more OOD
-    p_value: Tensor  # (N,) share of in-distribution inputs that look at least as unusual
-    threshold: float
-    false_alarm_rate: float
+    calibration: Calibration
+
+    @cached_property
+    def p_value(self) -> Tensor:
+        """Share of in-distribution inputs that look at least as unusual, shape (N,)."""
+        return self.calibration.p_value(self.score)
+
+    @property
+    def threshold(self) -> float:
+        """The score above which an input is flagged."""
+        return self.calibration.threshold
+
+    @property
+    def false_alarm_rate(self) -> float:
+        """The share of in-distribution inputs that may be flagged."""
+        return self.calibration.false_alarm_rate
 
     @property
     def is_ood(self) -> Tensor:
@@ -30,7 +46,7 @@ class Decision:
         """Return the decision on one of the inputs."""
         index = range(len(self))[row]
         rows = slice(index, index + 1)
-        return Decision(self.score[rows], self.p_value[rows], self.threshold, self.false_alarm_rate)
+        return Decision(self.score[rows], self.calibration)
 
     def __iter__(self) -> Iterator[Decision]:
         return (self[row] for row in range(len(self)))

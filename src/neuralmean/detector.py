@@ -231,13 +231,13 @@ class Detector:
         watch = cascade.watch_of(self)
         output, rows = self._observer.observe(to_batch(x), exits=watch)
         if watch is not None and watch.stopped and watch.scores is not None:
-            return None, self._decide(watch.scores, calibration)
-        return output, self._decide(fitting.score_rows(watch or self.scorer, self._observation(rows)), calibration)
+            return None, Decision(watch.scores, calibration)
+        return output, Decision(fitting.score_rows(watch or self.scorer, self._observation(rows)), calibration)
 
     def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:
         """Decide on each input of `x`."""
         calibration = self._calibrated()
-        return self._decide(self.score(x, batch_size=batch_size), calibration)
+        return Decision(self.score(x, batch_size=batch_size), calibration)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
@@ -344,9 +344,6 @@ class Detector:
             std = self.scale.std.clamp_min(1e-12)
             vector = ((vector - self.scale.mean) / std).to(vector.dtype)
         return Observation(vector, rows.output, rows.feature)
-
-    def _decide(self, scores: Tensor, calibration: Calibration) -> Decision:
-        return Decision(scores, calibration.p_value(scores), calibration.threshold, calibration.false_alarm_rate)
 
     def _calibrated(self) -> Calibration:
         if self.calibration is None:

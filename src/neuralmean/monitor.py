@@ -309,7 +309,7 @@ class Monitor:
                 f"Expected a decision, as the scorer needs the model's {' and '.join(needs)} besides vectors."
             )
         calibration, scores = self._calibration(), score_rows(self.detector.scorer, Observation(vectors))
-        return Decision(scores, calibration.p_value(scores), calibration.threshold, calibration.false_alarm_rate)
+        return Decision(scores, calibration)
 
     def _watch_vectors(self, vectors: Tensor, before: int) -> None:
         row = 0

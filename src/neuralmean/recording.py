@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from neuralmean.layers import Layer
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """What one forward pass showed: the model's own output, and the channels of the watched layers."""
 
     output: Any  # None if the pass was stopped

@@ -6,11 +6,14 @@ import threading
 import pytest
 import torch
 
+from neuralmean.calibration import Calibration
 from neuralmean.decision import Decision
 from neuralmean.errors import InputError
 from neuralmean.service.batching import Batcher, ClientGoneError, Job
 from neuralmean.service.passes import Pass
 from neuralmean.service.refusal import Refusal
+
+CALIBRATION = Calibration.of(torch.arange(19.0), 0.05)
 
 
 class Passes:
@@ -31,7 +34,7 @@ class Passes:
         self.sizes.append(len(inputs))
         self.alone.append(alone)
         score = inputs.flatten(1).sum(1)
-        return Pass(inputs * 2, Decision(score, score, 0.5, 0.05), inputs, None)
+        return Pass(inputs * 2, Decision(score, CALIBRATION), inputs, None)
 
 
 @pytest.fixture

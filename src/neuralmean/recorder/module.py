@@ -68,7 +68,7 @@ class RecordingModule(nn.Module):
     ) -> tuple[Any, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Run the copy and return its output, means, variances, feature and logits, as a `Recording` has them."""
         sink, depth = self._sink, len(self._layers)
-        sink.clear()
+        sink.clear(sink.exits)
         sink.mask = mask
         output = self.model(*args, **kwargs)
         sink.check_fired(depth)
@@ -77,7 +77,7 @@ class RecordingModule(nn.Module):
             sink.check_shapes(depth)
         mean, variance = sink.statistics(depth)
         feature, logits = sink.feature, sink.logits
-        sink.clear()
+        sink.clear(sink.exits)
         return output, self.undo(mean), variance, feature, logits
 
     def compiled(self) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from neuralmean.layers import Layer
 from neuralmean.recorder.lean import InSteps, Lean, lean_forward, lean_in_steps
 from neuralmean.running import Modules
 
-_SMALL = 1 << 20  # numbers in a buffer that is kept: 4 MB
+_SMALL = 1 << 20  # numbers in memory that is kept: 4 MB
 _LARGE = 1 << 23  # numbers in an activation that no cache holds: 32 MB
 _STEP = 1 << 21  # numbers of it to be summed up at a time: 8 MB
 
@@ -44,8 +44,7 @@ class Plan:
         self.core, self.layers = core, tuple(layers)
         self.by_keyword: frozenset[int] = frozenset()
         self.repeated: frozenset[int] = frozenset()
-        self._shapes: Sequence[torch.Size | None] = ()  # of the latest pass
-        self._memories: dict[tuple[int, torch.device], Memory] = {}
+        self.shapes: Sequence[torch.Size | None] = ()  # of the latest pass
         self._modules: Modules | None = None
         self._watched: list[Watched] = []
 
@@ -80,30 +79,20 @@ class Plan:
             ]
         return self._watched
 
-    def take_memory(self, size: int, device: torch.device) -> Memory:
-        """Return memory for the sums of one pass: of an earlier pass, or fresh, with the shapes of the latest pass."""
-        known = self._memories.pop((size, device), None)
-        if known is None:
-            known = Memory(size, device, self.layers)
-            for index, shape in enumerate(self._shapes):
-                if shape is not None:
-                    known.expect(index, torch.Size((size, *shape[1:])))
-        return known
-
-    def give_back(self, memory: Memory) -> None:
-        """Keep memory that nobody looks at any more for a later pass, if it is small."""
-        self._shapes = memory.shapes
-        if memory.is_small:
-            if len(self._memories) > 8:
-                self._memories.clear()
-            self._memories[memory.size, memory.device] = memory
+    def memory(self, size: int, device: torch.device) -> Memory:
+        """Return memory for the sums of passes, which expects the shapes of the latest pass."""
+        made = Memory(size, device, self.layers)
+        for index, shape in enumerate(self.shapes):
+            if shape is not None:
+                made.expect(index, torch.Size((size, *shape[1:])))
+        return made
 
 
 class Memory:
-    """Where the sums of a pass go, (size, D) in all, side by side, and what they are to be divided by.
+    """Where the sums of one pass after the other go, (size, D) in all, side by side, and what they are to be divided by.
 
     Args:
-        size: Inputs of the pass.
+        size: Inputs of a pass.
         device: Where they are.
         layers: The watched layers.
     """

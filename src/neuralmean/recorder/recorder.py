@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import ModelInputError
@@ -20,7 +21,9 @@ from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, device_of, evaluating, is_compiled, is_shape_error
+from neuralmean.running import Modules, evaluating, is_compiled, is_shape_error
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Recorder:
@@ -45,6 +48,8 @@ class Recorder:
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
         self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
+        self._is_compiled = is_compiled(model)
+        self._idle: dict[_Kind | None, Sink] = {}  # of earlier passes, by the kind of their inputs
         self._lock = threading.Lock()
 
     @property
@@ -66,11 +71,17 @@ class Recorder:
             LayerNotFiredError: A watched layer took no part in the pass.
             ModelInputError: The input has a shape or type that the model cannot take.
         """
-        check_input(batch, name, tokens=self.takes_tokens)
         modules = self._plan.modules()
-        batch = batch.to(device_of(modules))
+        kind = _kind(batch)
+        sink = self._idle.pop(kind, None)
+        if sink is None or kind is None or kind[2] != modules.device():  # else one like it was looked at before
+            sink = None
+            check_input(batch, name, tokens=self.takes_tokens)
+            batch = batch.to(modules.device())
         try:
-            return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
+            if self._is_compiled or self._core._compiled_call_impl is not None:
+                return self._run_compiled(batch, modules)
+            return self._run(batch, modules, exits, sink)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -80,10 +91,14 @@ class Recorder:
                 f"{batch.first.dtype}: {reason}."
             ) from error
 
-    def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
+    def _run(self, batch: Batch, modules: Modules, exits: Exits | None, sink: Sink | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        sink = Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
+        if sink is None:
+            sink = Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
+        else:
+            sink.head = self.head
+            sink.clear(exits)
         with evaluating(modules):
             try:
                 sink.attach()
@@ -96,8 +111,18 @@ class Recorder:
                 sink.detach()
         if sink.called_by_keyword:  # now known, and read with the keywords from here on
             self._plan.by_keyword |= sink.called_by_keyword
-            return self._run(batch, modules, exits)
-        return sink.finish(output)
+            return self._run(batch, modules, exits, None)
+        recording = sink.finish(output)
+        self._keep(sink, batch)
+        return recording
+
+    def _keep(self, sink: Sink, batch: Batch) -> None:
+        """Keep what a pass needed for one with another input of the same kind, if it is small."""
+        kind = _kind(batch)
+        if kind is not None and sink.memory is not None and sink.memory.is_small and sink.stopped_at is None:
+            if len(self._idle) > 8:
+                self._idle.clear()
+            self._idle[kind] = sink
 
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
@@ -107,3 +132,11 @@ class Recorder:
                 self._compiled = modules, twin.compiled()
             output, *found = self._compiled[1](batch.args, batch.kwargs, batch.mask)
         return Recording(output, self.layers, *found)
+
+
+def _kind(batch: Batch) -> _Kind | None:
+    """Return what a batch has in common with those that can follow it on the same way; None unless it is a single tensor."""
+    if batch.kwargs or len(batch.args) != 1 or type(batch.args[0]) is not Tensor:
+        return None
+    x = batch.args[0]
+    return x.shape, x.dtype, x.device

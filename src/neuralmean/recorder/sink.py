@@ -42,7 +42,7 @@ class Stop(BaseException):  # no `except Exception` of a model may swallow it
 
 
 class Sink:
-    """Collects the reduced activations of one pass, or of many if it has no `stand_ins`: then it listens to any thread."""
+    """Collects the reduced activations of a pass, and then of others like it; without `stand_ins` it listens to any thread."""
 
     outer: Pass | None = None  # of the same thread, where one pass runs inside another
     served: frozenset[int] = frozenset()  # layers that are stood in for
@@ -66,26 +66,28 @@ class Sink:
         exits: Exits | None = None,
     ) -> None:
         self.stand_ins = stand_ins
-        self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
+        self.plan, self.layers, self.variance, self.head = plan, plan.layers, variance, head
         self.places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
-        self.depths: tuple[int, ...] = () if exits is None else tuple(exits.depths)
-        self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
         if batch is not None:
             first = batch.first
             self.mask, self.size = batch.mask, first.shape[0]
             if not variance and self.mask is None:
-                self.memory = plan.take_memory(self.size, first.device)
-        self.clear()
+                self.memory = plan.memory(self.size, first.device)
+        self.clear(exits)
 
-    def clear(self) -> None:
-        """Forget what was recorded."""
+    def clear(self, exits: Exits | None) -> None:
+        """Forget what was recorded, before a pass that may be stopped at `exits`."""
         self.slots: list[Slot | None] = self.memory.slots if self.memory else [None] * len(self.layers)
         self.states = [0] * len(self.layers)  # `_FILLED` or `_APART` once it has run
         self.parts: dict[int, Tensor] = {}  # means of the others, added up over the calls of their layers
         self.variances: dict[int, Tensor] = {}
         self.calls: dict[int, int] = {}
         self.feature = self.logits = None
-        if self.depths:
+        self.served = frozenset()
+        self.exits, self.exits_end = exits, 0
+        if exits is not None:
+            self.depths: tuple[int, ...] = tuple(exits.depths)
+            self.exits_end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
             self.next_exit, self.waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     def attach(self) -> None:
@@ -124,6 +126,7 @@ class Sink:
         for key, *dicts in self.places:
             for hooks in dicts:
                 hooks.pop(key, None)
+        self.places.clear()
         if self.stand_ins is not None:
             self.stand_ins.leave(self)
             if current.sink is self:
@@ -251,9 +254,9 @@ class Sink:
             self.check_fired(depth)
             self.check_shapes(depth)
         mean, variance = self.statistics(depth)
-        self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
-        if self.memory:
-            self.plan.give_back(self.memory)
+        if self.calls:
+            self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
+            self.plan.shapes = self.memory.shapes if self.memory else ()
         return Recording(output, self.layers[:depth], mean, variance, self.feature, self.logits, self.stopped_at)
 
     def statistics(self, depth: int) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ mode is called as ever. One recorder at a time does so on a layer: another one, 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any, Protocol
@@ -181,6 +181,7 @@ class StandIns:
         self._attributes: list[dict[str, Any]] = []
         self._calls: list[Callable[[Tensor], Any]] = []
         self._served: frozenset[int] = frozenset()
+        self._is_alone = False  # whether all of the stand-ins in their places are ours
 
     def enter(self, sink: Pass) -> None:
         """Stand in for a pass of this thread, and tell it the watched layers where that is possible."""
@@ -191,9 +192,11 @@ class StandIns:
             if self._is_new(known) or n_hooks != self._n_hooks:
                 return  # something was changed while others run on the model
             self._passes.add(sink)
+            self._is_alone = False
             held = list(map(dict.setdefault, self._attributes, repeat(_CALL), self._calls))
+            self._is_alone = held == self._calls
             sink.n_hooks, sink.served = n_hooks, self._served
-            if held != self._calls:  # another recorder was there before
+            if not self._is_alone:  # another recorder was there before
                 ours = {id(call) for call in held}
                 sink.served = _watched(one for one in self._all if id(one.call) in ours)
 
@@ -203,10 +206,13 @@ class StandIns:
             if sink not in self._passes:
                 return
             self._passes.discard(sink)
-            if not self._passes:
-                for attributes, call in zip(self._attributes, self._calls, strict=True):
-                    if attributes.get(_CALL) is call:
-                        del attributes[_CALL]
+            if self._passes:
+                return
+            placed = self._attributes
+            if not self._is_alone:
+                pairs = zip(self._attributes, self._calls, strict=True)
+                placed = [attributes for attributes, call in pairs if attributes.get(_CALL) is call]
+            deque(map(dict.pop, placed, repeat(_CALL), repeat(None)), maxlen=0)  # without a line of Python for each
 
     def _look_up(self, known: tuple[list[Watched], str | None], n_hooks: int) -> None:
         """Find out where to stand in, unless all is as it was: layers, head, and no hook was registered anywhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -25,7 +26,8 @@ class AverageScorer(VectorScorer):
 
     def score(self, vectors: Tensor) -> Tensor:
         """Score each row of (N, D), shape (N,); higher = more OOD."""
-        return vectors.abs().mean(dim=1)
+        total: Tensor = torch.linalg.vector_norm(vectors, ord=1, dim=1)  # one kernel, where `abs` would be another
+        return total / vectors.shape[1]
 
     def contributions(self, vectors: Tensor) -> Tensor:
         """Share of each channel in the score, shape (N, D)."""

@@ -60,7 +60,7 @@ def run_pass(
         detector._watch.check()
         output, rows = (observer or detector._observer).observe(to_batch(inputs))
         observation = detector._observation(rows)
-        decision = detector._decide(score_rows(detector.scorer, observation), detector.calibration)
+        decision = Decision(score_rows(detector.scorer, observation), detector.calibration)
         explanation = None
         if explain is not None and len(explain):
             explanation = _explain(detector, observation[explain], decision.score[explain])
