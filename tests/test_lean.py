@@ -452,3 +452,45 @@ def test_whatever_a_layer_does_the_output_is_the_model_s_own(layer):
         expected = model(x)
         for _ in range(2):
             assert torch.equal(recorder(to_batch(x)).output, expected)
+
+
+class Waits(nn.Module):
+    """Waits in the middle of a pass if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        x = self.first(x)
+        if threading.current_thread() is not threading.main_thread():
+            self.inside.set()
+            assert self.go_on.wait(10)
+        return self.second(x)
+
+
+def test_a_hook_that_comes_while_another_thread_records_makes_later_passes_go_by_hooks():
+    model, x = Waits().eval(), torch.randn(2, 3, 4, 4)
+    recorder = recorder_of(model)
+    expected = [recorder(to_batch(x)).mean for _ in range(2)][-1]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(recorder(to_batch(x[:1])).mean))
+    thread.start()
+    assert model.inside.wait(10)
+    handle = nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    try:
+        other = [recorder(to_batch(x)).mean for _ in range(2)]
+    finally:
+        model.go_on.set()
+        thread.join()
+        handle.remove()
+    torch.testing.assert_close(torch.cat([*found, *other]), torch.cat([expected[:1], expected, expected]))
+
+
+def test_nothing_of_the_hooks_of_a_pass_is_kept():
+    model, x = make_net(), torch.randn(2, 3, 8, 8)
+    recorder = Recorder(model, select_layers(model), head="3")
+    for _ in range(3):
+        recorder(to_batch(x))
+    assert [sink.places for sink in recorder._idle.values()] == [[]]

@@ -238,6 +238,9 @@ def test_a_pass_can_be_stopped_at_an_exit_and_the_model_is_as_it_was():
     assert model.reached == 0
     assert count_hooks(model) == 0
     assert all(module.training for module in model.modules())
+    again = recorder(to_batch(x))
+    assert (again.stopped_at, len(again.layers)) == (None, 2)
+    torch.testing.assert_close(again.mean, full.mean)
 
 
 def test_a_pass_that_is_not_stopped_is_whole():
