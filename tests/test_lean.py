@@ -470,7 +470,15 @@ class Waits(nn.Module):
         return self.second(x)
 
 
-def test_a_hook_that_comes_while_another_thread_records_makes_later_passes_go_by_hooks():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.Linear(1, 1).register_forward_hook(lambda *_: None),
+        lambda model: setattr(model, "first", copy.deepcopy(model.first)),
+    ],
+    ids=["a hook comes", "a layer is replaced"],
+)
+def test_what_changes_while_another_thread_records_makes_later_passes_go_by_hooks(change):
     model, x = Waits().eval(), torch.randn(2, 3, 4, 4)
     recorder = recorder_of(model)
     expected = [recorder(to_batch(x)).mean for _ in range(2)][-1]
@@ -478,13 +486,12 @@ def test_a_hook_that_comes_while_another_thread_records_makes_later_passes_go_by
     thread = threading.Thread(target=lambda: found.append(recorder(to_batch(x[:1])).mean))
     thread.start()
     assert model.inside.wait(10)
-    handle = nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    change(model)
     try:
         other = [recorder(to_batch(x)).mean for _ in range(2)]
     finally:
         model.go_on.set()
         thread.join()
-        handle.remove()
     torch.testing.assert_close(torch.cat([*found, *other]), torch.cat([expected[:1], expected, expected]))
 
 
