@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class WeightsWatch:
     def check(self) -> None:
         """Raise if the weights are not what they were."""
         found = self._values()
-        if not any(self._empty) and self._are_held(found) and self._marks(found) == self._known_marks:
+        if not any(self._empty) and self._are_held(found) and self._mark_of(found) == self._mark:
             return
         if fingerprint(self._core) != self.digest:
             raise ModelMismatchError(
@@ -60,15 +59,14 @@ class WeightsWatch:
         self._held = self._values()
         # A batch norm that counts a batch changes its running mean too.
         names = [name for store in self._stores for name in store]
-        places = [
-            place
-            for place, (name, value) in enumerate(zip(names, self._held, strict=True))
-            if isinstance(value, Tensor) and name != "num_batches_tracked"
+        self._are_watched = [
+            isinstance(value, Tensor) and name != "num_batches_tracked"
+            for name, value in zip(names, self._held, strict=True)
         ]
-        self._tensors_of = _getter(places)
         # A tensor of inference mode has no version.
-        self._counted_of = _getter([place for place in places if not self._held[place].is_inference()])
-        self._known_marks = self._marks(self._held)
+        pairs = zip(self._held, self._are_watched, strict=True)
+        self._are_counted = [watched and not value.is_inference() for value, watched in pairs]
+        self._mark = self._mark_of(self._held)
 
     # What follows runs with every forward pass, and so without a line of Python for each tensor.
     def _values(self) -> list[Any]:
@@ -80,12 +78,7 @@ class WeightsWatch:
         except Exception:  # another tensor, which answers with a tensor  # noqa: BLE001
             return False
 
-    def _marks(self, values: list[Any]) -> list[int]:
-        return [*map(Tensor.data_ptr, self._tensors_of(values)), *map(_version, self._counted_of(values))]
-
-
-def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return what takes the items at these places out of a list."""
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+    def _mark_of(self, values: list[Any]) -> int:
+        """Return a number for where the tensors are and how often each was written to."""
+        places = map(Tensor.data_ptr, compress(values, self._are_watched))
+        return hash((*places, *map(_version, compress(values, self._are_counted))))
