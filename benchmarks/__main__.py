@@ -33,11 +33,17 @@ def main() -> int:
     parser.add_argument(
         "--cpu-time", action="store_true", help="count processor time: for a machine that others use too"
     )
+    parser.add_argument(
+        "--call-by-call",
+        action="store_true",
+        help="single inputs take turns at every call, and not for a tenth of a second",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     memory.keep_freed()
     if options.cpu_time:
         timing.clock = time.process_time
+    timing.call_by_call = options.call_by_call
     quick = options.quick
     names = tuple(options.models or (("resnet56", "vit") if quick else subjects.NAMES))
     batches = tuple(options.batches or ((1, 8) if quick else (1, 32, 128)))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 clock: Callable[[], float] = time.perf_counter  # `--cpu-time` puts time.process_time here
+call_by_call = False  # `--call-by-call` sets it
 
 _PAUSE = 0.02  # seconds; threads that wait for more work have gone to sleep by then
 
@@ -47,7 +48,8 @@ def interleave(
         seconds: About how long to go on.
         rounds: The least and the most turns.
         block: Seconds that a candidate goes on in its turn, after a pause; the median of its runs, without the first two, counts.
-            For candidates with threads of their own, which go on for a while after a run and take a core from the next one.
+            For candidates with threads of their own, which go on for a while after a run and take a core from the next one, and
+            for short ones, which would find in the caches what the candidate before them left there.
     """
     for run in candidates.values():  # caches, lazy initialisation, compilation
         run()
@@ -61,6 +63,14 @@ def interleave(
             taken[name].append(_time_once(candidates[name]) if block is None else _time_block(candidates[name], block))
         turn += 1
     return {name: _compare(taken[name], taken[baseline]) for name in names}
+
+
+def block_of(size: int) -> float | None:
+    """Return how long candidates go on with batches of `size`: single inputs as they come in use, one after the other.
+
+    `--call-by-call` has them take turns at every call, so that each finds caches full of all the others.
+    """
+    return 0.1 if size == 1 and not call_by_call else None
 
 
 def _compare(mine: list[float], base: list[float]) -> Timing:

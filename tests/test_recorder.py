@@ -424,3 +424,29 @@ def test_a_model_that_is_compiled_in_place_later_is_run_so(model, images, monkey
     monkeypatch.setattr(Recorder, "_run_compiled", lambda *_: "compiled")
     model.compile(backend="eager")
     assert recorder(to_batch(images)) == "compiled"
+
+
+class Named(TinyNet):
+    """Takes its images by name, and perhaps a mask that it does not look at."""
+
+    def forward(self, pixels, attention_mask=None):
+        return super().forward(pixels)
+
+
+def test_inputs_by_name_follow_each_other_with_and_without_a_mask(images):
+    model = Named().eval()
+    recorder = Recorder(model, select_layers(model))
+    mask = torch.ones(len(images), 8)
+    for options in ({}, {}, {"attention_mask": mask}, {}, {"attention_mask": mask}):
+        for x in (images, images + 1):
+            expected = record(model, {"pixels": x}).mean
+            torch.testing.assert_close(recorder(to_batch({"pixels": x, **options})).mean, expected)
+
+
+def test_an_input_of_a_known_shape_is_still_looked_at_when_it_comes_by_name(images):
+    model = Named().eval()
+    recorder = Recorder(model, select_layers(model))
+    for _ in range(2):
+        recorder(to_batch(images))
+    with pytest.raises(InputError, match="Expected `x` to hold floats"):
+        recorder(to_batch({"pixels": images.int()}))

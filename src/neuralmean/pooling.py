@@ -5,7 +5,7 @@ onnxruntime runs it in the memory layout of its convolutions, where a `ReduceMea
 
 The mean of tensors side by side is their means side by side. In a dense network, where every layer sees all that came before,
 the last activation of a block therefore holds the means of all others, and is the only one to be pooled. To get at them a
-batch norm, which a mean may as well go through afterwards, is passed.
+batch norm, which a mean may as well go through afterwards, is passed, unless it is part of the convolution before it.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _starts(graph: Graph, pooled: list[str]) -> dict[str, int]:
 
 
 def _through_norm(graph: Graph, name: str) -> _Read:
-    """Return how the mean of what a batch norm makes of tensors side by side follows from theirs."""
+    """Return how the mean of what a batch norm makes follows from the mean of what goes in, unless a convolution takes it in."""
     norm, channels = graph.makers.get(name), graph.channels(name)
-    if norm is not None and norm.op_type == "BatchNormalization" and is_join(graph.makers.get(norm.input[0])):
-        affine = graph.affine(norm)
-        if affine is not None:
+    if norm is not None and norm.op_type == "BatchNormalization":
+        before, affine = graph.makers.get(norm.input[0]), graph.affine(norm)
+        if affine is not None and (before is None or before.op_type != "Conv"):
             return _Read(norm.input[0], *affine)
     return _Read(name, np.ones(channels), np.zeros(channels))
 

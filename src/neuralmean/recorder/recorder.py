@@ -49,7 +49,7 @@ class Recorder:
         self._stand_ins = StandIns(self._plan)
         self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
         self._is_compiled = is_compiled(model)
-        self._idle: dict[_Kind | None, Sink] = {}  # of earlier passes, by the kind of their inputs
+        self._idle: dict[_Kind, Sink] = {}  # of earlier passes, by the kind of their inputs
         self._lock = threading.Lock()
 
     @property
@@ -72,16 +72,13 @@ class Recorder:
             ModelInputError: The input has a shape or type that the model cannot take.
         """
         modules = self._plan.modules()
-        kind = _kind(batch)
-        sink = self._idle.pop(kind, None)
-        if sink is None or kind is None or kind[2] != modules.device():  # else one like it was looked at before
-            sink = None
+        if not self._is_known(batch, modules):
             check_input(batch, name, tokens=self.takes_tokens)
             batch = batch.to(modules.device())
         try:
             if self._is_compiled or self._core._compiled_call_impl is not None:
                 return self._run_compiled(batch, modules)
-            return self._run(batch, modules, exits, sink)
+            return self._run(batch, modules, exits)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -91,14 +88,10 @@ class Recorder:
                 f"{batch.first.dtype}: {reason}."
             ) from error
 
-    def _run(self, batch: Batch, modules: Modules, exits: Exits | None, sink: Sink | None) -> Recording:
+    def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        if sink is None:
-            sink = Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        else:
-            sink.head = self.head
-            sink.clear(exits)
+        sink = self._take(batch, exits)
         with evaluating(modules):
             try:
                 sink.attach()
@@ -111,18 +104,33 @@ class Recorder:
                 sink.detach()
         if sink.called_by_keyword:  # now known, and read with the keywords from here on
             self._plan.by_keyword |= sink.called_by_keyword
-            return self._run(batch, modules, exits, None)
+            return self._run(batch, modules, exits)
         recording = sink.finish(output)
         self._keep(sink, batch)
         return recording
 
+    def _is_known(self, batch: Batch, modules: Modules) -> bool:
+        """Whether a batch is a single tensor, and one like it was looked at before."""
+        if batch.kwargs or len(batch.args) != 1 or type(batch.args[0]) is not Tensor:
+            return False
+        kind = _kind(batch.args[0])
+        return kind in self._idle and kind[2] == modules.device()
+
+    def _take(self, batch: Batch, exits: Exits | None) -> Sink:
+        """Return a sink for a pass: of an earlier one with inputs of the same kind, or new."""
+        sink = self._idle.pop(_kind(batch.first), None) if batch.mask is None else None
+        if sink is None:
+            return Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
+        sink.head = self.head
+        sink.clear(exits)
+        return sink
+
     def _keep(self, sink: Sink, batch: Batch) -> None:
-        """Keep what a pass needed for one with another input of the same kind, if it is small."""
-        kind = _kind(batch)
-        if kind is not None and sink.memory is not None and sink.memory.is_small and sink.stopped_at is None:
+        """Keep the sink of a pass for a later one, if it is small."""
+        if sink.memory is not None and sink.memory.is_small:
             if len(self._idle) > 8:
                 self._idle.clear()
-            self._idle[kind] = sink
+            self._idle[_kind(batch.first)] = sink
 
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
@@ -134,9 +142,5 @@ class Recorder:
         return Recording(output, self.layers, *found)
 
 
-def _kind(batch: Batch) -> _Kind | None:
-    """Return what a batch has in common with those that can follow it on the same way; None unless it is a single tensor."""
-    if batch.kwargs or len(batch.args) != 1 or type(batch.args[0]) is not Tensor:
-        return None
-    x = batch.args[0]
+def _kind(x: Tensor) -> _Kind:
     return x.shape, x.dtype, x.device

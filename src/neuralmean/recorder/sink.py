@@ -82,7 +82,7 @@ class Sink:
         self.parts: dict[int, Tensor] = {}  # means of the others, added up over the calls of their layers
         self.variances: dict[int, Tensor] = {}
         self.calls: dict[int, int] = {}
-        self.feature = self.logits = None
+        self.feature = self.logits = self.stopped_at = None
         self.served = frozenset()
         self.exits, self.exits_end = exits, 0
         if exits is not None:
