@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--call-by-call",
         action="store_true",
-        help="single inputs take turns at every call, and not for a tenth of a second",
+        help="single inputs take turns at every call, not after seven of them",
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()

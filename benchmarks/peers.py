@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import subjects
-from benchmarks.timing import block_of, interleave
+from benchmarks.timing import in_a_row, interleave
 from neuralmean import Detector
 from neuralmean.errors import CalibrationWarning
 from neuralmean.metrics import evaluate
@@ -53,7 +53,7 @@ def run(*, name: str, batches: tuple[int, ...], n_fit: int, n_test: int, seconds
         x = subjects.images(size, seed=5)
         with torch.no_grad():
             calls = {method: partial(score, x) for method, score in {"plain": model, **methods}.items()}
-            timings = interleave(calls, baseline="plain", seconds=seconds, block=block_of(size))
+            timings = interleave(calls, baseline="plain", seconds=seconds, calls=in_a_row(size))
         for row in rows:
             row[f"batch {size}"] = timings[str(row["method"])].to_dict()
     if trained is not None and known is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import subjects
-from benchmarks.timing import block_of, interleave
+from benchmarks.timing import in_a_row, interleave
 from neuralmean.data import Batch
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer, select_layers
@@ -53,7 +53,7 @@ def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
             frozen = trace(Observer(model, layers, variance=False, head=None), x, fold=True)
             candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
     with torch.no_grad():
-        timings = interleave(candidates, baseline="plain", seconds=seconds, block=block_of(size))
+        timings = interleave(candidates, baseline="plain", seconds=seconds, calls=in_a_row(size))
     row: dict[str, Any] = {"model": name, "mode": mode, "batch": size, "layers": len(layers)}
     row["columns"] = sum(layer.channels for layer in layers)
     return row | {key: timing.to_dict() for key, timing in timings.items()}

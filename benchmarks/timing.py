@@ -39,6 +39,7 @@ def interleave(
     seconds: float = 8.0,
     rounds: tuple[int, int] = (7, 600),
     block: float | None = None,
+    calls: int = 1,
 ) -> dict[str, Timing]:
     """Run the candidates in turns, each turn in another order, and compare each with the baseline of the same turn.
 
@@ -48,8 +49,9 @@ def interleave(
         seconds: About how long to go on.
         rounds: The least and the most turns.
         block: Seconds that a candidate goes on in its turn, after a pause; the median of its runs, without the first two, counts.
-            For candidates with threads of their own, which go on for a while after a run and take a core from the next one, and
-            for short ones, which would find in the caches what the candidate before them left there.
+            For candidates with threads of their own, which go on for a while after a run and take a core from the next one.
+        calls: How often a candidate is called in its turn, after two calls that do not count if there are several; their median
+            counts. A short candidate would else find in the caches what the one before it left there.
     """
     for run in candidates.values():  # caches, lazy initialisation, compilation
         run()
@@ -60,17 +62,18 @@ def interleave(
     while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - start < seconds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order if turn % 2 else reversed(order):
-            taken[name].append(_time_once(candidates[name]) if block is None else _time_block(candidates[name], block))
+            run = candidates[name]
+            taken[name].append(_time_calls(run, calls) if block is None else _time_block(run, block))
         turn += 1
     return {name: _compare(taken[name], taken[baseline]) for name in names}
 
 
-def block_of(size: int) -> float | None:
-    """Return how long candidates go on with batches of `size`: single inputs as they come in use, one after the other.
+def in_a_row(size: int) -> int:
+    """Return how many calls with batches of `size` a candidate makes in its turn: single inputs come one after the other in use.
 
-    `--call-by-call` has them take turns at every call, so that each finds caches full of all the others.
+    `--call-by-call` has candidates take turns at every call, so that each finds caches full of all the others.
     """
-    return 0.1 if size == 1 and not call_by_call else None
+    return 5 if size == 1 and not call_by_call else 1
 
 
 def _compare(mine: list[float], base: list[float]) -> Timing:
@@ -98,6 +101,13 @@ def _time_once(run: Callable[[], object]) -> float:
     begin = clock()
     run()
     return clock() - begin
+
+
+def _time_calls(run: Callable[[], object], calls: int) -> float:
+    if calls > 1:
+        run()
+        run()
+    return statistics.median(_time_once(run) for _ in range(calls))
 
 
 def _time_block(run: Callable[[], object], seconds: float) -> float:
