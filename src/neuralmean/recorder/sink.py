@@ -256,7 +256,8 @@ class Sink:
         mean, variance = self.statistics(depth)
         if self.calls:
             self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
-            self.plan.shapes = self.memory.shapes if self.memory else ()
+            if self.memory:
+                self.plan.shapes = self.memory.shapes
         return Recording(output, self.layers[:depth], mean, variance, self.feature, self.logits, self.stopped_at)
 
     def statistics(self, depth: int) -> tuple[Tensor, Tensor | None]:
