@@ -63,7 +63,8 @@ def test_the_peak_is_that_of_the_process_and_begins_anew():
     own = b"x" * 600_000_000  # of which a child must know nothing
     assert memory.peak() > 600_000_000
     assert int(run(HOLDS)) < 150_000_000
-    assert memory.peak(os.getpid()) == memory.peak()
+    before, named, behind = memory.peak(), memory.peak(os.getpid()), memory.peak()
+    assert before <= named <= behind  # asking may itself take a page
     del own
 
 
