@@ -20,11 +20,7 @@ import torch
 from benchmarks import subjects
 from benchmarks.timing import interleave
 from neuralmean import Detector, export
-from neuralmean.additions import convolve_additions
-from neuralmean.clamps import clamp_norms
 from neuralmean.errors import CalibrationWarning
-from neuralmean.pooling import pool_means
-from neuralmean.shortcuts import convolve_shortcuts
 
 TURNS = 3
 
@@ -110,8 +106,5 @@ def _export_plain(model: torch.nn.Module, path: Path, arranged: Path) -> None:
         raise RuntimeError("torch.onnx returned no graph")
     proto = exported.model_proto
     path.write_bytes(proto.SerializeToString())
-    pool_means(proto)
-    convolve_shortcuts(proto)
-    convolve_additions(proto)
-    clamp_norms(proto)
+    export.arrange(proto)
     arranged.write_bytes(proto.SerializeToString())

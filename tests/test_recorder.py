@@ -443,10 +443,18 @@ def test_inputs_by_name_follow_each_other_with_and_without_a_mask(images):
             torch.testing.assert_close(recorder(to_batch({"pixels": x, **options})).mean, expected)
 
 
-def test_an_input_of_a_known_shape_is_still_looked_at_when_it_comes_by_name(images):
-    model = Named().eval()
+class Scaled(TinyNet):
+    """Remembers where the factor was that came beside its images."""
+
+    def forward(self, pixels, factor=None):
+        self.where = None if factor is None else factor.device.type
+        return super().forward(pixels)
+
+
+def test_what_comes_beside_an_input_of_a_known_kind_goes_where_the_model_is(images):
+    model = Scaled().eval().to("meta")
     recorder = Recorder(model, select_layers(model))
     for _ in range(2):
-        recorder(to_batch(images))
-    with pytest.raises(InputError, match="Expected `x` to hold floats"):
-        recorder(to_batch({"pixels": images.int()}))
+        recorder(to_batch(images.to("meta")))
+    recorder(to_batch({"pixels": images.to("meta"), "factor": torch.ones(1)}))
+    assert model.where == "meta"

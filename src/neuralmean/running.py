@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from neuralmean.layers import WRAPPERS
 
@@ -31,17 +31,10 @@ class Modules(list[nn.Module]):
         attributes = [vars(module) for module in self]
         self._flags = [own for own in attributes if "training" in own]  # a scripted module has it elsewhere
         self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
-        owners: Iterable[Mapping[str, Tensor | None]] = (module._parameters or module._buffers for module in self)
-        self._first_tensors = next(filter(None, owners), {})
 
     def are_all(self) -> bool:
         """Whether no module was added, replaced or removed."""
         return not any(self._leaves) and self._children == self._known
-
-    def device(self) -> torch.device:
-        """Return where the model is: its first parameter or buffer."""
-        first = next(iter(self._first_tensors.values()), None)
-        return device_of(self) if first is None else first.device
 
     def are_training(self) -> bool:
         """Whether any is in training mode."""

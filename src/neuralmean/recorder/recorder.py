@@ -21,7 +21,7 @@ from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, evaluating, is_compiled, is_shape_error
+from neuralmean.running import Modules, device_of, evaluating, is_compiled, is_shape_error
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -48,7 +48,6 @@ class Recorder:
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
         self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
-        self._is_compiled = is_compiled(model)
         self._idle: dict[_Kind, Sink] = {}  # of earlier passes, by the kind of their inputs
         self._lock = threading.Lock()
 
@@ -74,11 +73,9 @@ class Recorder:
         modules = self._plan.modules()
         if not self._is_known(batch, modules):
             check_input(batch, name, tokens=self.takes_tokens)
-            batch = batch.to(modules.device())
+            batch = batch.to(device_of(modules))
         try:
-            if self._is_compiled or self._core._compiled_call_impl is not None:
-                return self._run_compiled(batch, modules)
-            return self._run(batch, modules, exits)
+            return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
         except RuntimeError as error:
             if not is_shape_error(error):
                 raise
@@ -91,7 +88,8 @@ class Recorder:
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        sink = self._take(batch, exits)
+        kind = _kind(batch.first)
+        sink = self._take(kind, batch, exits)
         with evaluating(modules):
             try:
                 sink.attach()
@@ -106,7 +104,7 @@ class Recorder:
             self._plan.by_keyword |= sink.called_by_keyword
             return self._run(batch, modules, exits)
         recording = sink.finish(output)
-        self._keep(sink, batch)
+        self._keep(kind, sink)
         return recording
 
     def _is_known(self, batch: Batch, modules: Modules) -> bool:
@@ -114,23 +112,23 @@ class Recorder:
         if batch.kwargs or len(batch.args) != 1 or type(batch.args[0]) is not Tensor:
             return False
         kind = _kind(batch.args[0])
-        return kind in self._idle and kind[2] == modules.device()
+        return kind in self._idle and kind[2] == device_of(modules)
 
-    def _take(self, batch: Batch, exits: Exits | None) -> Sink:
+    def _take(self, kind: _Kind, batch: Batch, exits: Exits | None) -> Sink:
         """Return a sink for a pass: of an earlier one with inputs of the same kind, or new."""
-        sink = self._idle.pop(_kind(batch.first), None) if batch.mask is None else None
+        sink = self._idle.pop(kind, None) if batch.mask is None else None
         if sink is None:
             return Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
         sink.head = self.head
         sink.clear(exits)
         return sink
 
-    def _keep(self, sink: Sink, batch: Batch) -> None:
+    def _keep(self, kind: _Kind, sink: Sink) -> None:
         """Keep the sink of a pass for a later one, if it is small."""
         if sink.memory is not None and sink.memory.is_small:
             if len(self._idle) > 8:
                 self._idle.clear()
-            self._idle[_kind(batch.first)] = sink
+            self._idle[kind] = sink
 
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
