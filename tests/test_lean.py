@@ -11,8 +11,8 @@ from torch import nn
 
 from neuralmean.data import to_batch
 from neuralmean.layers import Layer, select_layers
-from neuralmean.recorder import Recorder, plan
-from neuralmean.recorder.lean import lean_forward, lean_in_steps
+from neuralmean.recorder import Recorder, lean, stand_ins
+from neuralmean.recorder.lean import lean_forward, norm_and_sum
 from neuralmean.running import is_compiled
 
 SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
@@ -43,7 +43,7 @@ def test_a_layer_norm_gives_the_same_bits(options):
 def test_a_batch_norm_without_statistics_has_to_be_called_itself():
     layer, x = nn.BatchNorm2d(4, track_running_stats=False).eval(), torch.randn(5, 4, 6, 6)
     assert lean_forward(layer)(vars(layer), x) is None
-    assert lean_in_steps(layer)(vars(layer), x, 2, (2, 3), torch.empty(5, 4)) is None
+    assert norm_and_sum(vars(layer), x) == (None, None)
 
 
 def test_weights_that_were_replaced_or_changed_are_the_ones_that_count():
@@ -68,20 +68,43 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"eps": 1e-3}])
 @pytest.mark.parametrize("step", [1, 2, 5, 9])
-def test_a_batch_norm_in_steps_gives_the_same_bits_and_the_sums(layout, options, step):
+def test_a_batch_norm_in_steps_gives_the_same_bits_and_the_sums(layout, options, step, monkeypatch):
+    monkeypatch.setattr(lean, "_STEP", step * 4 * 6 * 7)
     layer, x = trained_norm(nn.BatchNorm2d, **options), LAYOUTS[layout](torch.randn(5, 4, 6, 7))
-    sums = torch.empty(5, 9)[:, 3:7]  # in a wider table, as those of a recorder
     with torch.no_grad():
-        output = lean_in_steps(layer)(vars(layer), x, step, (2, 3), sums)
+        output, sums = norm_and_sum(vars(layer), x)
         assert torch.equal(output, layer(x))
     assert output.stride() == layer(x).stride()
     torch.testing.assert_close(sums, x.sum((2, 3)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dims"), [(nn.BatchNorm1d, (1, 4)), (nn.BatchNorm2d, (3, 5)), (nn.BatchNorm3d, (4, 6))]
+)
+def test_a_batch_norm_says_itself_what_is_wrong_with_its_input(kind, dims):
+    layer = trained_norm(kind)
+    for n in dims:
+        assert lean_forward(layer)(vars(layer), torch.randn([4] * n)) is None
+        with pytest.raises(ValueError, match="expected"):
+            layer(torch.randn([4] * n))
+
+
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
 def test_numbers_that_are_not_in_order_are_not_normalised_in_steps(layout):
     layer, x = trained_norm(nn.BatchNorm2d), OTHER_LAYOUTS[layout](torch.randn(5, 4, 6, 7))
-    assert lean_in_steps(layer)(vars(layer), x, 2, (2, 3), torch.empty(5, 4)) is None
+    with torch.no_grad():
+        output, sums = norm_and_sum(vars(layer), x)
+    assert torch.equal(output, layer(x))
+    assert sums is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_only_single_precision_is_normalised_in_steps(dtype):
+    layer, x = trained_norm(nn.BatchNorm2d).to(dtype), torch.randn(5, 4, 6, 7, dtype=dtype)
+    with torch.no_grad():
+        output, sums = norm_and_sum(vars(layer), x)
+    assert torch.equal(output, layer(x))
+    assert sums is None
 
 
 CONVOLUTIONS = {
@@ -145,7 +168,6 @@ class Loud(nn.BatchNorm2d):
 @pytest.mark.parametrize("layer", [Loud(4), nn.SyncBatchNorm(4), nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 4, 1)])
 def test_any_other_layer_goes_its_own_way(layer):
     assert lean_forward(layer) is None
-    assert lean_in_steps(layer) is None
 
 
 def make_net():
@@ -263,9 +285,9 @@ def test_large_activations_are_read_in_steps_with_the_same_numbers(mode, monkeyp
     model, x = make_net(), torch.randn(7, 3, 8, 8)
     with torch.no_grad():
         expected = recorder_of(model)(to_batch(x))
-    monkeypatch.setattr(plan, "_LARGE", 100)
+    monkeypatch.setattr(stand_ins, "LARGE", 100)
     # Two inputs of the first norm and six of the second, of 144 and 64 numbers each.
-    monkeypatch.setattr(plan, "_STEP", 400)
+    monkeypatch.setattr(lean, "_STEP", 400)
     seen, norm = [], torch.native_batch_norm
     monkeypatch.setattr(
         torch, "native_batch_norm", lambda x, *rest, **out: seen.append(len(x)) or norm(x, *rest, **out)
@@ -493,11 +515,3 @@ def test_what_changes_while_another_thread_records_makes_later_passes_go_by_hook
         model.go_on.set()
         thread.join()
     torch.testing.assert_close(torch.cat([*found, *other]), torch.cat([expected[:1], expected, expected]))
-
-
-def test_nothing_of_the_hooks_of_a_pass_is_kept():
-    model, x = make_net(), torch.randn(2, 3, 8, 8)
-    recorder = Recorder(model, select_layers(model), head="3")
-    for _ in range(3):
-        recorder(to_batch(x))
-    assert [sink.places for sink in recorder._idle.values()] == [[]]

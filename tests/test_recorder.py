@@ -311,26 +311,24 @@ def test_a_layer_that_is_watched_and_gives_the_logits_too_is_seen_as_both():
     assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in model.modules())
 
 
-def test_batches_of_another_size_take_the_quick_way_at_once_and_other_shapes_the_general_one(
-    model, images, monkeypatch
-):
+def test_plain_activations_are_summed_up_and_others_averaged_on_the_spot(model, images, monkeypatch):
     recorder = Recorder(model, select_layers(model))
-    recorder(to_batch(images[:4]))
-    general = []
-    add_any = Sink.add_any
-    monkeypatch.setattr(
-        Sink, "add_any", lambda self, index, activation: general.append(index) or add_any(self, index, activation)
-    )
-    for size in (6, 1, 4):
-        expected = Recorder(model, select_layers(model), variance=True)(to_batch(images[:size])).mean  # the general way
-        general.clear()
-        assert torch.allclose(recorder(to_batch(images[:size])).mean, expected, atol=1e-6)
-        assert general == []
-    smaller = images[:5, :, :6, :6]
-    expected = Recorder(model, select_layers(model), variance=True)(to_batch(smaller)).mean
-    general.clear()
-    assert torch.allclose(recorder(to_batch(smaller)).mean, expected, atol=1e-6)
-    assert general == list(range(len(recorder.layers)))
+    averaged = []
+    add_any = Sink._add_any
+    monkeypatch.setattr(Sink, "_add_any", lambda sink, *args: averaged.append(args[0]) or add_any(sink, *args))
+    for x in (images[:6], images[:1], images[:5, :, :6, :6]):
+        expected = Recorder(model, select_layers(model), variance=True)(to_batch(x)).mean
+        assert averaged == [0, 1]
+        averaged.clear()
+        assert torch.allclose(recorder(to_batch(x)).mean, expected, atol=1e-6)
+        assert averaged == []
+
+
+def test_inputs_of_ever_new_shapes_do_not_pile_up(model):
+    recorder = Recorder(model, select_layers(model))
+    for size in range(1, 200):
+        recorder(to_batch(torch.zeros(size, 3, 4, 4)))
+    assert len(recorder._plan.counts) <= 64
 
 
 class Repeats(nn.Module):
@@ -350,6 +348,7 @@ def test_rows_are_counted_in_every_pass(alone):
     model, x = Repeats().eval(), torch.rand(3, 1, 4, 4)
     recorder = Recorder(model, select_layers(model, ["norm"] if alone else None))
     recorder(to_batch(x))
+    recorder(to_batch(torch.rand(6, 1, 4, 4)))  # so that the shape is one that was seen
     model.n = 2  # as many positions as ever, and twice the rows
     with pytest.raises(InputError, match="one row for each of the 3 inputs in layer 'norm', but its activation has 6"):
         recorder(to_batch(x))

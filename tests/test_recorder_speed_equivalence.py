@@ -12,6 +12,7 @@ from neuralmean.data import to_batch
 from neuralmean.errors import LayerNotFiredError
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder, RecordingModule
+from neuralmean.recorder.stand_ins import StandIns
 from tests.conftest import TinyNet, count_hooks, make_trained
 
 
@@ -88,6 +89,17 @@ def test_means_equal_hooks_that_call_mean(name, passes):
         recording = recorder(to_batch(x))
     torch.testing.assert_close(recording.mean.double(), _reference_means(model, x), rtol=1e-5, atol=1e-5)
     assert count_hooks(model) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recording_needs_no_stand_ins(name, monkeypatch):
+    make, shape = CASES[name]
+    model, x = make().eval(), torch.randn(shape)
+    expected = Recorder(model, select_layers(model))(to_batch(x))
+    monkeypatch.setattr(StandIns, "enter", lambda *_: None)
+    found = Recorder(model, select_layers(model))(to_batch(x))
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.output, expected.output)
 
 
 def test_channels_last_memory_gives_the_same_means():

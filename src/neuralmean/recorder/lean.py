@@ -1,11 +1,8 @@
 """Layers without the Python around their kernels.
 
-A batch norm of torch asks itself a dozen questions before it calls its kernel. In evaluation mode, with an input of a known
-shape, all the answers are known: calling the kernel at once saves about as much time as one channel mean takes. Other
-layers look their weights up in roundabout ways. The result is the same, bit for bit.
-
-An activation that is larger than the processor's caches is normalised a few inputs at a time, and each few are summed up while
-they are still near: it comes from main memory once rather than twice.
+A layer of torch asks itself a dozen questions before it calls its kernel, and looks its weights up in roundabout ways. In
+evaluation mode all the answers are known: calling the kernel at once saves about as much time as one channel mean takes. The
+result is the same, bit for bit.
 
 Functions here take a layer's own attributes, `vars(layer)`, which are near the processor when a layer is called, and all layers
 of a kind share one function: whatever else there were for each layer would have to come from far away in every pass.
@@ -14,7 +11,7 @@ of a kind share one function: whatever else there were for each layer would have
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +19,10 @@ from torch import Tensor, nn
 
 Attributes = dict[str, Any]  # of a layer
 Lean = Callable[[Attributes, Tensor], Tensor | None]  # None where the layer itself has to be called
-InSteps = Callable[[Attributes, Tensor, int, tuple[int, ...], Tensor], Tensor | None]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+LARGE = 1 << 23  # numbers in an activation that no cache holds: 32 MB
+_STEP = 1 << 21  # numbers of it to be summed up at a time: 8 MB
 
 
 def lean_forward(module: nn.Module) -> Lean | None:
@@ -39,54 +37,49 @@ def lean_forward(module: nn.Module) -> Lean | None:
     return _LEAN.get(type(module))  # a subclass may do anything
 
 
-def lean_in_steps(module: nn.Module) -> InSteps | None:
-    """Return what a `BatchNorm2d` does in evaluation mode and without gradients, summing its input up on the way.
+def norm_and_sum(own: Attributes, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return what a `BatchNorm2d` does in evaluation mode with a large input, and the sums of the input, (N, C).
 
-    It takes the rows of a step, the dimensions to sum over and where the sums go. None for any other layer.
+    A few inputs at a time are normalised, and summed up while they are still near: an activation that is larger than the
+    processor's caches comes from main memory once rather than twice. Where that cannot be, there are no sums.
 
     Example:
-        >>> layer, x, sums = nn.BatchNorm2d(3).eval(), torch.rand(5, 3, 4, 4), torch.empty(5, 3)
+        >>> layer, x = nn.BatchNorm2d(3).eval(), torch.rand(5, 3, 4, 4)
         >>> with torch.no_grad():
-        ...     output = lean_in_steps(layer)(vars(layer), x, 2, (2, 3), sums)
+        ...     output, sums = norm_and_sum(vars(layer), x)
         >>> torch.equal(output, layer(x)), torch.equal(sums, x.sum((2, 3)))
         (True, True)
     """
-    return _batch_norm_in_steps if type(module) is nn.BatchNorm2d else None
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    mean, variance = buffers["running_mean"], buffers["running_var"]
+    is_plain = x.is_cpu and x.dtype is torch.float32 and x.dim() == 4 and not torch.is_grad_enabled()
+    is_in_order = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    if mean is None or variance is None or not is_plain or not is_in_order:
+        return _LEAN[nn.BatchNorm2d](own, x), None
+    how = (parameters["weight"], parameters["bias"], mean, variance, False, 0.0, own["eps"])
+    output, sums, unused = torch.empty_like(x), x.new_empty(x.shape[:2]), x.new_empty(0)
+    step = max(1, _STEP * len(x) // x.numel())
+    for rows, normed, summed in zip(*(torch.split(whole, step) for whole in (x, output, sums)), strict=True):
+        torch.native_batch_norm(rows, *how, out=(normed, unused, unused))
+        torch.sum(rows, (2, 3), out=summed)
+    return output, sums
 
 
 # All look their tensors up, whichever they are by then.
 
 
-def _batch_norm(own: Attributes, x: Tensor) -> Tensor | None:
-    parameters, buffers = own["_parameters"], own["_buffers"]
-    mean, variance = buffers["running_mean"], buffers["running_var"]
-    if mean is None or variance is None:  # normalises each batch by itself
-        return None
-    cudnn = torch._C._get_cudnn_enabled()
-    return torch.batch_norm(x, parameters["weight"], parameters["bias"], mean, variance, False, 0.0, own["eps"], cudnn)
-
-
-def _batch_norm_in_steps(own: Attributes, x: Tensor, step: int, dims: tuple[int, ...], sums: Tensor) -> Tensor | None:
-    parameters, buffers = own["_parameters"], own["_buffers"]
-    mean, variance = buffers["running_mean"], buffers["running_var"]
-    is_in_order = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-    if mean is None or variance is None or not is_in_order:
-        return None
-    output, unused = torch.empty_like(x), x.new_empty(0)
-    for rows, normed, summed in zip(*(torch.split(whole, step) for whole in (x, output, sums)), strict=True):
-        torch.native_batch_norm(
-            rows,
-            parameters["weight"],
-            parameters["bias"],
-            mean,
-            variance,
-            False,
-            0.0,
-            own["eps"],
-            out=(normed, unused, unused),
+def _batch_norm(*dims: int) -> Lean:
+    def forward(own: Attributes, x: Tensor) -> Tensor | None:
+        parameters, buffers = own["_parameters"], own["_buffers"]
+        mean, variance = buffers["running_mean"], buffers["running_var"]
+        if mean is None or variance is None or x.dim() not in dims:  # normalises each batch by itself, or complains
+            return None
+        cudnn = torch._C._get_cudnn_enabled()
+        return torch.batch_norm(
+            x, parameters["weight"], parameters["bias"], mean, variance, False, 0.0, own["eps"], cudnn
         )
-        torch.sum(rows, dims, out=summed)
-    return output
+
+    return forward
 
 
 def _layer_norm(own: Attributes, x: Tensor) -> Tensor:
@@ -124,7 +117,9 @@ def _nothing(_own: Attributes, x: Tensor) -> Tensor:
 
 
 _LEAN: dict[type[nn.Module], Lean] = {
-    **dict.fromkeys(BATCH_NORMS, cast(Lean, _batch_norm)),
+    nn.BatchNorm1d: _batch_norm(2, 3),
+    nn.BatchNorm2d: _batch_norm(4),
+    nn.BatchNorm3d: _batch_norm(5),
     nn.Conv1d: _convolution(torch.conv1d),
     nn.Conv2d: _convolution(torch.conv2d),
     nn.Conv3d: _convolution(torch.conv3d),

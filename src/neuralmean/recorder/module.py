@@ -59,7 +59,7 @@ class RecordingModule(nn.Module):
             self.register_buffer("factor", found.factor.to(device), persistent=False)
             self.register_buffer("offset", found.offset.to(device), persistent=False)
         plan = Plan(self.model, layers if found is None else found.layers)
-        plan.by_keyword = frozenset(range(len(layers)))
+        plan.modules()
         self._sink = Sink(plan, None, variance=variance, head=head, exits=exits)
         self._sink.attach()
 
@@ -67,17 +67,14 @@ class RecordingModule(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
     ) -> tuple[Any, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Run the copy and return its output, means, variances, feature and logits, as a `Recording` has them."""
-        sink, depth = self._sink, len(self._layers)
-        sink.clear(sink.exits)
-        sink.mask = mask
+        sink = self._sink
+        sink.clear()
+        is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # it must not look at shapes
+        sink.mask, sink.size = mask, None if is_tracing else Batch(args, kwargs).first.shape[0]
         output = self.model(*args, **kwargs)
-        sink.check_fired(depth)
-        if not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # it must not look at shapes
-            sink.size = Batch(args, kwargs).first.shape[0]
-            sink.check_shapes(depth)
-        mean, variance = sink.statistics(depth)
+        mean, variance = sink.statistics()
         feature, logits = sink.feature, sink.logits
-        sink.clear(sink.exits)
+        sink.clear()
         return output, self.undo(mean), variance, feature, logits
 
     def compiled(self) -> Callable[..., Any]:

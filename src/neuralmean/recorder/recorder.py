@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import ModelInputError
@@ -22,8 +21,6 @@ from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
 from neuralmean.running import Modules, device_of, evaluating, is_compiled, is_shape_error
-
-_Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Recorder:
@@ -48,7 +45,6 @@ class Recorder:
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
         self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
-        self._idle: dict[_Kind, Sink] = {}  # of earlier passes, by the kind of their inputs
         self._lock = threading.Lock()
 
     @property
@@ -71,9 +67,8 @@ class Recorder:
             ModelInputError: The input has a shape or type that the model cannot take.
         """
         modules = self._plan.modules()
-        if not self._is_known(batch, modules):
-            check_input(batch, name, tokens=self.takes_tokens)
-            batch = batch.to(device_of(modules))
+        check_input(batch, name, tokens=self.takes_tokens)
+        batch = batch.to(device_of(modules))
         try:
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
         except RuntimeError as error:
@@ -88,10 +83,10 @@ class Recorder:
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        kind = _kind(batch.first)
-        sink = self._take(kind, batch, exits)
+        sink = Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
         with evaluating(modules):
             try:
+                self._stand_ins.enter(sink)
                 sink.attach()
                 output = model(*batch.args, **batch.kwargs)
             except Stop as stop:
@@ -100,35 +95,8 @@ class Recorder:
                 output = None
             finally:
                 sink.detach()
-        if sink.called_by_keyword:  # now known, and read with the keywords from here on
-            self._plan.by_keyword |= sink.called_by_keyword
-            return self._run(batch, modules, exits)
-        recording = sink.finish(output)
-        self._keep(kind, sink)
-        return recording
-
-    def _is_known(self, batch: Batch, modules: Modules) -> bool:
-        """Whether a batch is a single tensor, and one like it was looked at before."""
-        if batch.kwargs or len(batch.args) != 1 or type(batch.args[0]) is not Tensor:
-            return False
-        kind = _kind(batch.args[0])
-        return kind in self._idle and kind[2] == device_of(modules)
-
-    def _take(self, kind: _Kind, batch: Batch, exits: Exits | None) -> Sink:
-        """Return a sink for a pass: of an earlier one with inputs of the same kind, or new."""
-        sink = self._idle.pop(kind, None) if batch.mask is None else None
-        if sink is None:
-            return Sink(self._plan, batch, self._stand_ins, variance=self.variance, head=self.head, exits=exits)
-        sink.head = self.head
-        sink.clear(exits)
-        return sink
-
-    def _keep(self, kind: _Kind, sink: Sink) -> None:
-        """Keep the sink of a pass for a later one, if it is small."""
-        if sink.memory is not None and sink.memory.is_small:
-            if len(self._idle) > 8:
-                self._idle.clear()
-            self._idle[kind] = sink
+                self._stand_ins.leave(sink)
+        return sink.finish(output)
 
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
@@ -138,7 +106,3 @@ class Recorder:
                 self._compiled = modules, twin.compiled()
             output, *found = self._compiled[1](batch.args, batch.kwargs, batch.mask)
         return Recording(output, self.layers, *found)
-
-
-def _kind(x: Tensor) -> _Kind:
-    return x.shape, x.dtype, x.device
