@@ -27,7 +27,6 @@ ROWS = [
         "preprocessing",
         "sequential",
         "memory",
-        "onnx_graph",
         "table",
     ],
     ["recording", "running", "fingerprint"],
@@ -40,7 +39,7 @@ ROWS = [
     ["saving"],
     ["detector"],
     ["images", "weights", "monitor_state"],
-    ["monitor", "modelspec", "graph", "inspection", "pooling", "shortcuts", "additions", "clamps"],
+    ["monitor", "modelspec", "inspection"],
     ["opening", "scoring", "export"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

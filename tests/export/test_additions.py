@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from neuralmean.additions import convolve_additions
+from neuralmean.export.additions import convolve_additions
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

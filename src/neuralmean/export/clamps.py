@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from neuralmean.onnx_graph import Chain, Graph, option
+from neuralmean.export.onnx_graph import Chain, Graph, option
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

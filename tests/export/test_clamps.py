@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neuralmean.clamps import clamp_norms
-from neuralmean.pooling import pool_means
+from neuralmean.export.clamps import clamp_norms
+from neuralmean.export.pooling import pool_means
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

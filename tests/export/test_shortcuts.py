@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neuralmean.shortcuts import convolve_shortcuts
+from neuralmean.export.shortcuts import convolve_shortcuts
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

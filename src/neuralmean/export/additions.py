@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from neuralmean.onnx_graph import Chain, Graph
+from neuralmean.export.onnx_graph import Chain, Graph
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from neuralmean.onnx_graph import Chain, Graph, is_join
+from neuralmean.export.onnx_graph import Chain, Graph, is_join
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

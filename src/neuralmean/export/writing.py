@@ -17,22 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from neuralmean.additions import convolve_additions
 from neuralmean.artefact import FORMAT_VERSION
-from neuralmean.clamps import clamp_norms
 from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, MissingExtraError
+from neuralmean.export.arranging import arrange
+from neuralmean.export.detector_graph import DetectorGraph, input_names
 from neuralmean.files import write_atomically
-from neuralmean.graph import DetectorGraph, input_names
-from neuralmean.pooling import pool_means
 from neuralmean.running import Modules, device_of, evaluating
 from neuralmean.saving import to_artefact
 from neuralmean.scorers import VectorScorer
-from neuralmean.shortcuts import convolve_shortcuts
 from neuralmean.version import __version__
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
     from torch.export import ExportedProgram
 
     from neuralmean.detector import Detector
@@ -74,17 +70,6 @@ def to_onnx(
     with write_atomically(path) as file:
         file.write(proto.SerializeToString())
     return tuple(outputs)
-
-
-def arrange(model: ModelProto) -> None:
-    """Write a graph so that runtimes are quick with it, in place; what it computes stays the same."""
-    for rewrite in (
-        pool_means,
-        convolve_shortcuts,
-        convolve_additions,
-        clamp_norms,
-    ):  # norms, once no mean looks at them
-        rewrite(model)
 
 
 def to_pt2(

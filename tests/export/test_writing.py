@@ -13,7 +13,7 @@ from neuralmean import Detector
 from neuralmean.cascade import CascadeScorer
 from neuralmean.errors import InputError, MissingExtraError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
-from neuralmean.graph import DetectorGraph
+from neuralmean.export.detector_graph import DetectorGraph
 from tests.conftest import count_hooks, make_trained
 
 pytestmark = [
