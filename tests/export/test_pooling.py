@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -188,3 +190,32 @@ def test_a_constant_that_only_a_branch_uses_stays():
     pool_means(model)
     onnx.checker.check_model(model, full_check=True)
     assert {"kept", "yes"} <= {tensor.name for tensor in model.graph.initializer}
+
+
+def test_means_that_a_runtime_holds_in_blocks_are_joined_first():
+    floats, widths = onnx.TensorProto.FLOAT, (3, 24, 48, 48, 20)
+    names = ["a0", "a1", "a2", "a3", "a4"]
+    generator = np.random.default_rng(0)
+    constants = {"axes": np.array([2, 3])}
+    nodes = []
+    for index, (before, behind) in enumerate(itertools.pairwise(widths)):
+        constants[f"w{index}"] = generator.normal(size=(behind, before, 1, 1)).astype(np.float32)
+        nodes.append(helper.make_node("Conv", [names[index], f"w{index}"], [names[index + 1]]))
+        nodes.append(helper.make_node("ReduceMean", [names[index + 1], "axes"], [f"mean{index}"], keepdims=0))
+    nodes.append(helper.make_node("Concat", [f"mean{index}" for index in range(4)], ["joined"], axis=1))
+    nodes.append(helper.make_node("Abs", ["joined"], ["y"]))
+    graph = helper.make_graph(
+        nodes,
+        "blocks",
+        [helper.make_tensor_value_info("a0", floats, ("n", 3, 4, 4))],
+        [helper.make_tensor_value_info("y", floats, ("n", sum(widths[1:])))],
+        [onnx.numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    model = onnx.shape_inference.infer_shapes(model)
+    a = generator.normal(size=(2, 3, 4, 4)).astype(np.float32)
+    before = run(model, a0=a)
+    pool_means(model)
+    joins = [list(node.input) for node in model.graph.node if node.op_type == "Concat"]
+    assert joins[:2] == [["mean1", "mean2"], ["mean0", "mean3"]]  # of 24 and 20 channels there are no whole blocks
+    np.testing.assert_allclose(run(model, a0=a), before, rtol=1e-5, atol=1e-6)

@@ -8,11 +8,13 @@ from neuralmean.export.additions import convolve_additions
 from neuralmean.export.clamps import clamp_norms
 from neuralmean.export.pooling import pool_means
 from neuralmean.export.shortcuts import convolve_shortcuts
+from neuralmean.export.transitions import stride_poolings
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_REWRITES = (pool_means, convolve_shortcuts, convolve_additions, clamp_norms)  # norms, once no mean looks at them
+# Norms once no mean looks at them.
+_REWRITES = (pool_means, convolve_shortcuts, convolve_additions, clamp_norms, stride_poolings)
 
 
 def arrange(model: ModelProto) -> None:

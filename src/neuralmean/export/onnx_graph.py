@@ -107,6 +107,10 @@ class Graph:
         """
         return name in self._blocked
 
+    def stays_blocked(self, name: str, kind: str) -> bool:
+        """Whether what an operation of some kind makes of an activation is likely to be in blocks too."""
+        return kind in _KEEPS_BLOCKS and self.is_blocked(name) and self.channels(name) % _KEEPS_BLOCKS[kind] == 0
+
     def channels(self, name: str) -> int:
         """Return how many channels an activation has; 0 if that is not known."""
         shape = self.shapes.get(name, ())

@@ -74,7 +74,10 @@ def _pool_together(graph: Graph, join: NodeProto, means: list[NodeProto]) -> Non
     scale, shift = (np.concatenate([getattr(read, name) for read in reads]) for name in ("scale", "shift"))
     last, scale, shift = _take_in(graph, join, scale, shift)
     chain = Chain(graph, last)
-    groups = [[name for name in pooled if graph.is_blocked(name) == blocked] for blocked in (True, False)]
+    are_blocked = {
+        name: graph.stays_blocked(name, "GlobalAveragePool") for name in pooled
+    }  # one that is not leads all out
+    groups = [[name for name in pooled if are_blocked[name] == blocked] for blocked in (True, False)]
     joined = [chain.add("Concat", [pools[name] for name in group], axis=1) for group in groups if group]
     joined = [chain.add("Concat", joined, axis=1)] if len(joined) > 1 else joined
     starts = _starts(graph, [name for group in groups for name in group])
