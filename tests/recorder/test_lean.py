@@ -98,6 +98,11 @@ def test_numbers_that_are_not_in_order_are_not_normalised_in_steps(layout):
     assert sums is None
 
 
+def test_an_image_too_few_is_not_normalised_in_steps():
+    with torch.no_grad():
+        assert norm_and_sum(vars(trained_norm(nn.BatchNorm2d)), torch.randn(4, 6, 7)) == (None, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_only_single_precision_is_normalised_in_steps(dtype):
     layer, x = trained_norm(nn.BatchNorm2d).to(dtype), torch.randn(5, 4, 6, 7, dtype=dtype)
@@ -515,3 +520,69 @@ def test_what_changes_while_another_thread_records_makes_later_passes_go_by_hook
         model.go_on.set()
         thread.join()
     torch.testing.assert_close(torch.cat([*found, *other]), torch.cat([expected[:1], expected, expected]))
+
+
+class Between(nn.Module):
+    """Does something in the middle of a pass, once, without a hook that anybody could see."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.done = run, None
+
+    def forward(self, x):
+        if self.done is None:
+            self.done = False
+            self.done = self.run()
+        return x
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["in the same thread", "in another"])
+def test_a_recorder_that_finds_the_stand_ins_of_another_reads_by_hooks_and_leaves_them(in_thread):
+    x, y = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    model, seen = make_net(), []
+
+    def run():
+        before = stood_in(model)
+        if in_thread:
+            thread = threading.Thread(target=lambda: seen.append(_record(other, y)))
+            thread.start()
+            thread.join()
+        else:
+            seen.append(_record(other, y))
+        assert stood_in(model) == before == ["0", "1", "3", "4"]
+        return True
+
+    model[2] = Between(run)
+    model[2].done = True
+    recorder, other = recorder_of(model), recorder_of(model)  # both know where to stand in
+    model[2].done = None
+    with torch.no_grad():
+        outer = recorder(to_batch(x))
+    assert model[2].done
+    expected = [_record(Recorder(model, select_layers(model)), data) for data in (x, y)]
+    torch.testing.assert_close(outer.mean, expected[0])
+    torch.testing.assert_close(seen[0], expected[1])
+    assert stood_in(model) == []
+
+
+class Loose(torch.Tensor):
+    """Tells which functions it is given to."""
+
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_tensor_of_another_kind_goes_through_the_layer_itself():
+    model, x = make_net(), torch.randn(2, 3, 8, 8)
+    recorder = recorder_of(model)
+    with torch.no_grad():
+        expected = recorder(to_batch(x))
+        found = recorder(to_batch(x.as_subclass(Loose)))
+    assert nn.functional.batch_norm in Loose.seen  # and not what it calls
+    assert type(found.output) is Loose
+    torch.testing.assert_close(found.output.as_subclass(torch.Tensor), expected.output)
+    torch.testing.assert_close(torch.Tensor(found.mean), expected.mean)

@@ -158,6 +158,47 @@ def test_a_layer_called_twice_gives_the_mean_of_its_calls():
     assert recording.variances["norm"].tolist() == [[0.0], [0.0]]
 
 
+class Often(nn.Module):
+    """Calls its norm three times, with images of three sizes, and then another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        for size in (2, 3, 4):
+            self.norm(x[:, :, :size, :size] * size)
+        return self.other(x)
+
+
+@pytest.mark.parametrize("variance", [False, True])
+def test_every_call_of_a_layer_counts_as_much(variance):
+    model, x = Often().eval(), torch.randn(3, 2, 4, 4)
+    shown = [channel_mean_variance(x[:, :, :size, :size] * size) for size in (2, 3, 4)]
+    recorder = Recorder(model, select_layers(model), variance=variance)
+    for _ in range(2):
+        recording = recorder(to_batch(x))
+        torch.testing.assert_close(recording.means["norm"], torch.stack([mean for mean, _ in shown]).mean(0))
+        torch.testing.assert_close(recording.means["other"], x.mean((2, 3)))
+        if variance:
+            torch.testing.assert_close(recording.variances["norm"], torch.stack([one for _, one in shown]).mean(0))
+
+
+def test_an_exit_waits_for_all_of_its_layers_however_often_one_runs():
+    class Exits:
+        depths = (2,)
+
+        def should_stop(self, index, means):
+            self.shown = means
+            return True
+
+    model, x, exits = Often().eval(), torch.randn(3, 2, 4, 4), Exits()
+    recorder = Recorder(model, select_layers(model))
+    expected = recorder(to_batch(x)).mean
+    assert recorder(to_batch(x), exits=exits).stopped_at == 0
+    torch.testing.assert_close(exits.shown, expected)
+
+
 def test_a_layer_that_does_not_run_is_named():
     class Skips(TinyNet):
         def forward(self, x):

@@ -1,7 +1,8 @@
 """Channel means and variances of one forward pass.
 
-`Recorder` runs a model as it is; `sink` holds what a pass shows and has all the hooks. `RecordingModule` is a copy of a model for
-compilers and exporters. `plan`, `stand_ins` and `lean` are what makes a recorded pass cost little more than a plain one.
+`Recorder` runs a model as it is; `sink` holds what a pass shows and has all the hooks; `plan` is what passes share. That is all
+there is to recording. `stand_ins` and `lean` make it cost little more than a plain pass, and change no number. For compilers and
+exporters there is `RecordingModule`, a copy of a model, with `behind` and `joined`.
 """
 
 from neuralmean.recorder.module import RecordingModule

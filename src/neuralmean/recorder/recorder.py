@@ -89,9 +89,7 @@ class Recorder:
                 self._stand_ins.enter(sink)
                 sink.attach()
                 output = model(*batch.args, **batch.kwargs)
-            except Stop as stop:
-                if stop.sink is not sink:
-                    raise
+            except Stop:
                 output = None
             finally:
                 sink.detach()

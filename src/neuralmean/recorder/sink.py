@@ -39,11 +39,7 @@ current = _Current()  # the pass that this thread is in: the inner one, where on
 
 
 class Stop(BaseException):  # no `except Exception` of a model may swallow it
-    """Ends a forward pass from inside a hook."""
-
-    def __init__(self, sink: Sink) -> None:
-        super().__init__("the forward pass was stopped by neuralmean")
-        self.sink = sink
+    """Ends a forward pass from inside a hook: the innermost one that is recorded, as no other listens."""
 
 
 class Sink:
@@ -200,7 +196,7 @@ class Sink:
         while self._next_exit < len(depths) and self._waiting[self._next_exit] == 0:
             if exits.should_stop(self._next_exit, self._means(depths[self._next_exit])):
                 self.stopped_at = self._next_exit
-                raise Stop(self)
+                raise Stop
             self._next_exit += 1
 
     def _mean(self, index: int) -> Tensor:

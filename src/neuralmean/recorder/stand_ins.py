@@ -108,8 +108,8 @@ class StandIns:
         with self._lock:
             if self._n_passes == 0:
                 self._look_up(known)
-            elif self._is_new(known) or self.n_hooks != RemovableHandle.next_id:
-                return  # something was changed while others run on the model
+            elif self._is_new(known):
+                return  # a layer was replaced while others run on the model
             sink.served_by, self._n_passes = self, self._n_passes + 1  # first: `leave` then takes away what comes now
             if self._n_passes == 1:
                 self._are_alone = False
@@ -140,7 +140,7 @@ class StandIns:
             return
         self.n_hooks = RemovableHandle.next_id
         all_hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        free = [] if all_hooked else [one for one in self._all if not one.has_hooks() and _CALL not in one.attributes]
+        free = [] if all_hooked else [one for one in self._all if not one.has_hooks()]
         self._served = frozenset(one.index for one in free if one.index >= 0)
         self._attributes, self._calls = [one.attributes for one in free], [one.forward for one in free]
 
