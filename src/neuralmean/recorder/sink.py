@@ -216,7 +216,7 @@ class Sink:
                 self._check(depth)
                 counts = self.plan.count(key, cast(list[torch.Size], shapes), self._device)
             if counts is not None:
-                return torch.cat(cast(list[Tensor], self.values[:depth]), dim=1) / counts
+                return torch.cat(cast(list[Tensor], self.values[:depth]), dim=1).div_(counts)
         self._check(depth)
         return torch.cat([self._mean(index) for index in range(depth)], dim=1)
 
