@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from neuralmean.export.onnx_graph import Chain, Graph, option
+from neuralmean.export.onnx_graph import Chain, Graph, option, pads_nothing
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -77,8 +77,7 @@ def _takes_constants(graph: Graph, conv: NodeProto, name: str) -> bool:
         and conv.input[0] == name
         and rank > 2
         and option(conv, "group", 1) == 1
-        and option(conv, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID")
-        and not any(option(conv, "pads", ()))
+        and pads_nothing(conv)
         and all(graph.constant(constant) is not None for constant in conv.input[1:])
     )
 

@@ -109,7 +109,11 @@ class Graph:
 
     def stays_blocked(self, name: str, kind: str) -> bool:
         """Whether what an operation of some kind makes of an activation is likely to be in blocks too."""
-        return kind in _KEEPS_BLOCKS and self.is_blocked(name) and self.channels(name) % _KEEPS_BLOCKS[kind] == 0
+        return self._stay_blocked([name], kind, self._blocked)
+
+    def _stay_blocked(self, names: Iterable[str], kind: str, blocked: set[str]) -> bool:
+        size = _KEEPS_BLOCKS.get(kind)
+        return size is not None and all(name in blocked and self.channels(name) % size == 0 for name in names)
 
     def channels(self, name: str) -> int:
         """Return how many channels an activation has; 0 if that is not known."""
@@ -123,12 +127,10 @@ class Graph:
             if node.op_type == "Conv":
                 before = self.channels(node.input[0])
                 is_blocked = self.channels(node.output[0]) % 8 == 0 and (before % 4 == 0 or before < 8)
-            elif node.op_type in _KEEPS_BLOCKS and (is_join(node) or node.op_type != "Concat"):
-                size = _KEEPS_BLOCKS[node.op_type]
-                names = node.input[:1] if node.op_type == "BatchNormalization" else node.input
-                is_blocked = all(name in blocked and self.channels(name) % size == 0 for name in names)
             else:
-                is_blocked = False
+                names = node.input[:1] if node.op_type == "BatchNormalization" else node.input
+                is_other = node.op_type == "Concat" and not is_join(node)
+                is_blocked = not is_other and self._stay_blocked(names, node.op_type, blocked)
             if is_blocked:
                 blocked.add(node.output[0])
         return blocked
@@ -182,6 +184,11 @@ def option(node: NodeProto, name: str, default: Any) -> Any:
     from onnx import helper
 
     return next((helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
+
+
+def pads_nothing(node: NodeProto) -> bool:
+    """Whether a convolution or pooling looks at nothing but what there is."""
+    return option(node, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID") and not any(option(node, "pads", ()))
 
 
 def _names_in(graph: GraphProto) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from neuralmean.export.onnx_graph import Chain, Graph, option
+from neuralmean.export.onnx_graph import Chain, Graph, option, pads_nothing
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -53,8 +53,7 @@ def _is_of_one_position(graph: Graph, conv: NodeProto) -> bool:
         and weight.dtype == np.float32
         and set(weight.shape[2:]) == {1}
         and set(option(conv, "strides", [1])) == {1}
-        and not any(option(conv, "pads", ()))
-        and option(conv, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID")
+        and pads_nothing(conv)
     )
 
 
@@ -63,7 +62,6 @@ def _is_in_tiles(pool: NodeProto, kernel: list[int]) -> bool:
     return (
         option(pool, "strides", [1] * len(kernel)) == kernel
         and set(option(pool, "dilations", [1])) == {1}
-        and not any(option(pool, "pads", ()))
         and not option(pool, "ceil_mode", 0)
-        and option(pool, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID")
+        and pads_nothing(pool)
     )

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.layers import Layer
-from neuralmean.recorder.lean import BATCH_NORMS
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LARGEST = 100.0  # shift over scale of a channel: two digits are lost, and five are left
 
 
@@ -58,7 +58,7 @@ def read_behind(core: nn.Module, layers: Sequence[Layer]) -> Behind | None:
 
 def _undo(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return factor and offset, (C,) each, that undo a batch norm; None where that is not possible or not exact enough."""
-    if not isinstance(module, BATCH_NORMS) or type(module) not in BATCH_NORMS:  # a subclass may do anything
+    if not isinstance(module, _BATCH_NORMS) or type(module) not in _BATCH_NORMS:  # a subclass may do anything
         return None
     mean, variance, gamma, beta = module.running_mean, module.running_var, module.weight, module.bias
     if any(tensor is None for tensor in (mean, variance, gamma, beta)):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 Attributes = dict[str, Any]  # of a layer
 Lean = Callable[[Attributes, Tensor], Tensor | None]  # None where the layer itself has to be called
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 LARGE = 1 << 23  # numbers in an activation that no cache holds: 32 MB
 _STEP = 1 << 21  # numbers of it to be summed up at a time: 8 MB
 

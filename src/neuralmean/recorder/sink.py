@@ -181,12 +181,11 @@ class Sink:
             self.variances[index] = variance + self.variances[index] if index in self.variances else variance
         else:
             mean = channel_mean(activation, channels_last=layer.channels_last, mask=mask)
-        first = self.values[index] is None
-        if not first:
-            mean = mean + self._mean(index) * self.calls.get(index, 1)
-        self.values[index], self.shapes[index] = mean, None
-        self.calls[index] = 1 if first else self.calls.get(index, 1) + 1
-        if first and index < self._exits_end:
+        calls = 0 if self.values[index] is None else self.calls.get(index, 1)  # before this one
+        if calls:
+            mean = mean + self._mean(index) * calls
+        self.values[index], self.shapes[index], self.calls[index] = mean, None, calls + 1
+        if calls == 0 and index < self._exits_end:
             self._look_at_exits(index)
 
     def _look_at_exits(self, index: int) -> None:
