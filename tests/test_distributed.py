@@ -574,6 +574,9 @@ class TestTeam:
             class ObjectLostError(Exception):
                 pass
 
+            class OutOfMemoryError(Exception):
+                pass
+
         def __init__(self, dies, cpus=2):
             self.dies, self.cpus, self.calls, self.killed = dies, cpus, [], 0
 
@@ -611,6 +614,12 @@ class TestTeam:
 
     def test_a_chunk_whose_worker_died_is_done_by_another_and_once(self, monkeypatch):
         ray, results = self._run(monkeypatch, lambda call: random.random() < 0.3)
+        assert results == [(i, f"done {i}") for i in range(60)]
+        assert ray.killed > 5
+
+    @pytest.mark.parametrize("cause", ["RayActorError", "ObjectLostError", "OutOfMemoryError"])
+    def test_of_whatever_it_died(self, monkeypatch, cause):
+        ray, results = self._run(monkeypatch, lambda call: call.number is not None and random.random() < 0.3 and cause)
         assert results == [(i, f"done {i}") for i in range(60)]
         assert ray.killed > 5
 
@@ -818,4 +827,7 @@ class FakeCall:
         self.number = arguments[2].number if arguments else None
         self.careful = bool(arguments and arguments[3])
         self.value = f"done {self.number}"
-        self.error = ray.exceptions.RayActorError("killed") if ray.dies(self) else None
+        cause = ray.dies(self)
+        self.error = (
+            getattr(ray.exceptions, cause if isinstance(cause, str) else "RayActorError")("killed") if cause else None
+        )

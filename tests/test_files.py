@@ -9,11 +9,22 @@ from pathlib import Path
 import pytest
 
 from neuralmean.errors import ArtefactError, InputError
-from neuralmean.files import locked, remove_leftovers, write_atomically
+from neuralmean.files import check_target, locked, remove_leftovers, write_atomically
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_where_nothing_can_be_written_is_known_beforehand(tmp_path):
+    check_target(tmp_path / "new.bin")
+    assert _names(tmp_path) == []
+    (tmp_path / "old.bin").write_bytes(b"old")
+    check_target(tmp_path / "old.bin")
+    with pytest.raises(ArtefactError, match="it is a folder"):
+        check_target(tmp_path)
+    with pytest.raises(ArtefactError, match="there is no folder .*no'. Create it first"):
+        check_target(tmp_path / "no" / "new.bin")
 
 
 def test_the_file_appears_whole_and_only_at_the_end(tmp_path):

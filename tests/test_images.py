@@ -486,6 +486,14 @@ class TestFinding:
         found = [(os.path.relpath(s.path, tmp_path), s.kind) for s in find_inputs([tmp_path / "b"])]
         assert found == [("b/other/1.png", "image"), ("b/other/loop", "skipped")]
 
+    @posix
+    def test_a_link_that_leads_nowhere_does_not_hide_the_others(self, tmp_path):
+        _save(tmp_path / "1.png")
+        (tmp_path / "itself").symlink_to(tmp_path / "itself")
+        (tmp_path / "gone.png").symlink_to(tmp_path / "nothing")
+        found = [(Path(s.path).name, s.kind) for s in find_inputs(tmp_path)]
+        assert found == [("1.png", "image"), ("gone.png", "image"), ("itself", "skipped")]
+
     def test_a_folder_that_cannot_be_listed_is_unreadable_and_the_rest_goes_on(self, folder, monkeypatch):
         scandir = os.scandir
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import sys
 from pathlib import Path
@@ -142,6 +144,14 @@ def test_a_name_that_is_no_text_is_written_out():
     assert list(format_rows("csv", rows, header=False)) == [r"\udcff.png,0.5,1.0,true"]
     assert next(format_rows("table", rows, header=False)).endswith(r"  \udcff.png")
     assert json.loads(next(format_rows("json", rows)))["path"] == "\udcff.png"
+
+
+@pytest.mark.parametrize("name", ["a\nb.png", "a\rb.png", 'a"b.png', " a.png", "a\r\n"])
+def test_a_name_with_a_line_end_stays_one_row_of_csv(name):
+    text = "".join(f"{line}\n" for line in format_rows("csv", [Row(name, 0.5, 1.0, True), Row("c", 0.5, 1.0, False)]))
+    _, first, second = csv.reader(io.StringIO(text, newline=""))
+    assert first == [name, "0.5", "1.0", "true"]
+    assert second[0] == "c"
 
 
 @pytest.mark.parametrize("count", [0, 3, 25])

@@ -18,8 +18,11 @@ from neuralmean.detector import Detector
 from neuralmean.errors import MissingExtraError
 from neuralmean.files import write_atomically
 from neuralmean.metrics import evaluate
+from neuralmean.modelspec import DEMO
+from neuralmean.preprocessing import Preprocessing
 
 KNOWN_DIGITS = 8
+_IMAGES = 4  # of each kind that are written beside the detector, to be scored
 
 
 class DigitNet(nn.Module):
@@ -191,6 +194,25 @@ def _cut_patches(photos: list[np.ndarray], count: int, random: np.random.Generat
         top, left = random.integers(photo.shape[0] - 32), random.integers(photo.shape[1] - 32)
         patches.append(photo[top : top + 32, left : left + 32].reshape(8, 4, 8, 4).mean(axis=(1, 3)))
     return torch.tensor(np.stack(patches), dtype=torch.float32).unsqueeze(1)
+
+
+def save_detector(demo: Demo, folder: Path) -> Path:
+    """Write the default detector, the weights it belongs to and a few images of each kind, and return where the detector is."""
+    from PIL import Image
+    from safetensors.torch import save
+
+    weights, path = folder / "digits.safetensors", folder / "digits.nmd"
+    with write_atomically(weights) as file:
+        file.write(save(demo.model.state_dict()))
+    how = Preprocessing((8, 8), mean=(0.0,), std=(1.0,), channels=1)
+    demo.detector.save(path, info={"model": DEMO, "weights": str(weights.resolve()), "preprocessing": how.to_json()})
+    (folder / "images").mkdir(exist_ok=True)
+    for name, images in {"known": demo.data.test, "eight-or-nine": demo.data.near, "photo": demo.data.far}.items():
+        for number, image in enumerate(images[:_IMAGES, 0]):
+            pixels = (image * 255).round().to(torch.uint8).numpy()
+            with write_atomically(folder / "images" / f"{name}-{number}.png") as file:
+                Image.fromarray(pixels).save(file, format="PNG")
+    return path
 
 
 def write_demo_report(demo: Demo, path: Path) -> Path:

@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 from neuralmean.errors import ArtefactError, InputError
 
-__all__ = ["DISK_FULL", "locked", "remove_leftovers", "write_atomically"]
+__all__ = ["DISK_FULL", "check_target", "locked", "remove_leftovers", "write_atomically"]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -51,6 +51,13 @@ def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> Abstr
     if mode not in ("wb", "w"):
         raise InputError(f"Expected `mode` to be 'wb' or 'w', but got {mode!r}.")
     return _write_atomically(Path(path), mode)
+
+
+def check_target(path: str | Path) -> None:
+    """Raise now what `write_atomically` would raise after hours of work: no such folder, or a folder of that name."""
+    path = Path(path)
+    if _existing_mode(path) is None and not path.absolute().parent.is_dir():
+        raise ArtefactError(_explain(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
 
 
 @contextmanager

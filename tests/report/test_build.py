@@ -3,12 +3,15 @@ from __future__ import annotations
 import builtins
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
 
 from neuralmean import Detector, metrics
-from neuralmean.errors import InputError, MissingExtraError, NotFittedError
+from neuralmean.errors import ArtefactError, InputError, MissingExtraError, NotFittedError
+from neuralmean.images import ImageBatches
+from neuralmean.opening import open_saved
 from neuralmean.report import write_report
 from tests.conftest import make_trained
 from tests.report.conftest import HOSTILE, make_detector, noise
@@ -176,9 +179,10 @@ def test_what_cannot_work_is_refused_before_any_work(detector, tmp_path):
         write_report(detector, None, {}, tmp_path / "r.html")
     with pytest.raises(InputError, match="`limit` to be at least 1, but got 0"):
         write_report(detector, None, SETS, tmp_path / "r.html", limit=0)
-    for path in (tmp_path, tmp_path / "no" / "r.html"):
-        with pytest.raises(InputError, match="a file in an existing folder"):
-            write_report(detector, None, SETS, path)
+    with pytest.raises(ArtefactError, match="to be a file to write, but it is a folder"):
+        write_report(detector, None, SETS, tmp_path)
+    with pytest.raises(ArtefactError, match="there is no folder .* Create it first"):
+        write_report(detector, None, SETS, tmp_path / "no" / "r.html")
     with pytest.raises(NotFittedError, match="no threshold"):
         write_report(Detector(make_trained()), None, SETS, tmp_path / "r.html")
 
@@ -197,6 +201,23 @@ def test_the_demo_ends_with_a_report(tmp_path):
     assert out == tmp_path / "report.html"
     assert "digits 8 and 9" in text
     assert "photo patches" in text
+    saved = demo.save_detector(demo.Demo(small, model, 0.0, detector, []), tmp_path)
+    opened = open_saved(saved)  # as the commands do
+    assert opened.detector.threshold == detector.threshold
+    names, scores = [], []
+    for batch in ImageBatches(tmp_path / "images", opened.need_preprocessing(), workers=0):
+        names += [Path(name).stem for name in batch.names]
+        scores += opened.detector.score(batch.images).tolist()
+    assert len(names) == 12
+    expected = dict(zip([f"photo-{i}" for i in range(4)], detector.score(small.far[:4]).tolist(), strict=True))
+    for name, score in expected.items():  # 8 bits a pixel
+        assert scores[names.index(name)] == pytest.approx(score, rel=0.05)
+
+
+def test_names_that_are_no_text_are_written_out(detector, tmp_path):
+    batches = [(noise(30, 1), [f"\udcff{i}.png" for i in range(30)])]
+    out = write_report(detector, batches, SETS, tmp_path / "r.html")
+    assert r"\udcff" in out.read_text(encoding="utf-8")
 
 
 def test_a_gallery_shows_the_pixels_that_went_in(detector, tmp_path):

@@ -5,7 +5,9 @@ import warnings
 import pytest
 
 from neuralmean import Detector
-from neuralmean.report import describe
+from neuralmean.errors import CalibrationWarning
+from neuralmean.fitting import GUARANTEES
+from neuralmean.report import describe, write_report
 from neuralmean.report.gather import gather
 from tests.conftest import make_trained
 from tests.report.conftest import make_detector, noise
@@ -46,6 +48,18 @@ def test_spec_and_paths_of_a_saved_detector_are_shown():
     ]
     assert as_dict(detector)["Model"].value == "timm:resnet18"
     assert as_dict(detector)["and on"].value == "60 OOD images"
+
+
+def test_every_source_of_a_threshold_has_a_name():
+    assert describe._CALIBRATION.keys() == GUARANTEES.keys()
+
+
+def test_a_detector_fitted_without_held_out_images_has_a_report(images, tmp_path):
+    with pytest.warns(CalibrationWarning):
+        detector = Detector(make_trained()).fit(images[:200])
+    assert detector.calibration_source == "rotated"
+    path = write_report(detector, images[200:260], {"noise": images[:50] + 3}, tmp_path / "r.html")
+    assert "scores of ID images, slightly turned" in path.read_text()
 
 
 def test_crafted_images_are_called_so():

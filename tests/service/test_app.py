@@ -17,7 +17,8 @@ from neuralmean import Detector
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.monitor import Monitor
 from neuralmean.preprocessing import Preprocessing
-from neuralmean.service import Settings, create_app
+from neuralmean.service import Settings, bodies, create_app
+from neuralmean.service import app as app_module
 from neuralmean.service.bodies import NamedBytes, decode_images, decode_small
 from neuralmean.service.refusal import Refusal
 from tests.service.conftest import PREPROCESSING, ask, png, running
@@ -529,13 +530,66 @@ def test_a_client_that_leaves_is_not_answered_and_nothing_is_logged(app, images,
 
 def test_only_small_images_are_decoded_without_a_thread():
     small, large = (NamedBytes("a.png", png(size=size)[0]) for size in (8, 200))
-    (image,) = decode_small([small], PREPROCESSING, 1000)
-    np.testing.assert_array_equal(image, decode_images([small], PREPROCESSING, 1000)[0])
-    assert decode_small([large], PREPROCESSING, 10**6) is None  # too many bytes
-    assert decode_small([small, small], PREPROCESSING, 1000) is None
+    limits = {"max_pixels": 1000, "max_bytes": 10**6}
+    (image,) = decode_small([small], PREPROCESSING, **limits)
+    np.testing.assert_array_equal(image, decode_images([small], PREPROCESSING, **limits)[0])
+    assert decode_small([large], PREPROCESSING, **limits | {"max_pixels": 10**6}) is None  # too many bytes
+    assert decode_small([small, small], PREPROCESSING, **limits) is None
     plain = io.BytesIO()
     Image.new("RGB", (200, 200)).save(plain, "PNG")
     assert len(plain.getvalue()) < 1000
-    assert decode_small([NamedBytes("b.png", plain.getvalue())], PREPROCESSING, 10**6) is None  # too many pixels
+    pixels = limits | {"max_pixels": 10**6}
+    assert decode_small([NamedBytes("b.png", plain.getvalue())], PREPROCESSING, **pixels) is None  # too many
     with pytest.raises(Refusal, match=r"Expected 'c.png' to be an image"):
-        decode_small([NamedBytes("c.png", b"none")], PREPROCESSING, 1000)
+        decode_small([NamedBytes("c.png", b"none")], PREPROCESSING, **limits)
+
+
+def test_images_that_unpack_to_too_much_are_refused_before_all_are_unpacked(monkeypatch):
+    seen = []
+    real = bodies.decode_image
+    monkeypatch.setattr(bodies, "decode_image", lambda *args, **kwargs: seen.append(1) or real(*args, **kwargs))
+    files = [NamedBytes(f"{i}.png", png(seed=i)[0]) for i in range(5)]  # 192 bytes each
+    with pytest.raises(
+        Refusal, match=r"Expected images of at most 400 bytes together once unpacked. Send fewer"
+    ) as refused:
+        decode_images(files, PREPROCESSING, max_pixels=1000, max_bytes=400)
+    assert refused.value.status == 413
+    assert len(seen) == 3
+    (batch,) = decode_images(files, PREPROCESSING, max_pixels=1000, max_bytes=960)
+    assert batch.shape == (5, 8, 8, 3)
+
+
+def test_a_packed_body_counts_as_what_it_is_unpacked(detector):
+    app = create_app(detector, PREPROCESSING, settings=Settings(max_bytes_in_flight=50_000))
+    packed = gzip.compress(b" " * 60_000)
+    assert len(packed) < 1000
+    answer = ask(app, "POST", "/score", content=packed, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 503
+    assert app.state.service.reader.n_bytes == 0
+
+
+def test_a_model_that_cannot_take_zeros_is_served_all_the_same(detector, caplog, monkeypatch):
+    run = app_module.run_pass
+
+    def no_zeros(detector, x, *args, **kwargs):
+        if not x.any():
+            raise InputError("Expected finite activations")
+        return run(detector, x, *args, **kwargs)
+
+    monkeypatch.setattr(app_module, "run_pass", no_zeros)
+    caplog.set_level(logging.WARNING, "neuralmean.service")
+    answer = ask(create_app(detector, PREPROCESSING), "POST", "/score", content=png()[0])
+    assert answer.status_code == 200
+    assert "not tried out before the first request, as it cannot take zeros: Expected finite" in caplog.text
+
+
+def test_a_reset_alone_is_saved(detector, tmp_path, images):
+    live = create_app(detector, PREPROCESSING, settings=Settings(state=tmp_path / "state.nmm")).state.service.live
+    live.monitor.update(detector.predict(images[:5]))
+    live.save()
+    first = (tmp_path / "state.nmm").read_bytes()
+    live.save()
+    assert (tmp_path / "state.nmm").read_bytes() == first
+    live.monitor.reset()
+    live.save()
+    assert Monitor.load(tmp_path / "state.nmm", detector).status().n_since_reset == 0

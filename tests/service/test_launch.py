@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server
 from tests.service.conftest import PREPROCESSING, png
@@ -61,6 +61,13 @@ def test_a_port_that_is_taken_is_told(detector):
         assert address(taken) == f"http://127.0.0.1:{port}"
     finally:
         taken.close()
+
+
+def test_a_server_that_does_not_start_is_an_error_of_ours(detector, monkeypatch):
+    app = create_app(detector, None)
+    monkeypatch.setattr(app.state.service, "_warm_up", lambda n_threads: 1 / 0)
+    with pytest.raises(NeuralMeanError, match="Expected the server to start, but it did not"):
+        run_server(app, host="127.0.0.1", port=0)
 
 
 def test_an_open_server_without_a_token_is_warned_about(detector, monkeypatch, caplog):

@@ -102,6 +102,11 @@ REFUSED = {
     "texts": (_request(data=["1", "2", "3", "4"]), "Expected `data` to hold nothing but numbers"),
     "flags": (_request(data=[True] * 4), "Expected `data` to hold nothing but numbers"),
     "nulls": (_request(data=[None] * 4), "Expected `data` to hold nothing but numbers"),
+    "one long text": (_request(data=["x" * 1000, *[""] * 3]), "Expected `data` to hold nothing but numbers"),
+    "ragged inside": (
+        _request(data=[[[1], [2]], [[3], 4]]),
+        "a flat or evenly nested list of numbers, but it is ragged",
+    ),
     "huge": (_request(data=[10**400] * 4), "Expected `data` to hold nothing but numbers"),
     "too_few": (_request(data=[1]), "Expected `data` to hold 4 numbers for this shape, but got 1"),
     "no_data": (_request(data=None), "Expected `data` to be a list of numbers, but got nothing"),

@@ -36,8 +36,8 @@ def demo(
     for row in result.rows:
         numbers = f"{row.auroc:>6.1f}%{row.caught:>8.1f}%{row.false_alarms:>13.1f}%"
         typer.echo(f"{row.method:<21}{row.needs:<21}{row.ood:<16}{numbers}")
-    picture, saved = out / "scores.png", out / "digits.nmd"
+    picture = out / "scores.png"
     job.save_picture(result, picture)
-    result.detector.save(saved, info={"model": "neuralmean.demo:DigitNet"})
-    typer.echo(f"\nThe picture: {picture}\nThe detector: {saved}")
-    typer.echo(f"The report: {job.write_demo_report(result, out / 'report.html')}")
+    saved = job.save_detector(result, out)
+    typer.echo(f"\nThe picture: {picture}\nThe report: {job.write_demo_report(result, out / 'report.html')}")
+    typer.echo(f"The detector: {saved}. Try `nmd score {saved} {out / 'images'}`, or `nmd serve {saved}`.")

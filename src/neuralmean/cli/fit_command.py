@@ -52,8 +52,10 @@ def fit(
 ) -> None:
     """Fit a detector to a model and save it."""
     from neuralmean.detector import Detector
+    from neuralmean.files import check_target
     from neuralmean.scoring import CountedBatches
 
+    check_target(out)
     resolved = options.resolve_spec(model, weights, mean, std, size)
     how = resolved.preprocessing
     if how is None:

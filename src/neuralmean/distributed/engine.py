@@ -259,7 +259,7 @@ class _Team:
             self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             raise _cause_of(error) from error
-        except self._ray.exceptions.RayActorError as error:
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError) as error:
             self._failed_starts += 1
             if self._failed_starts > MAX_ATTEMPTS:
                 raise NeuralMeanError(
@@ -279,7 +279,11 @@ class _Team:
             self._deaths.pop(chunk.number, None)
         except self._ray.exceptions.RayTaskError as error:
             raise _cause_of(error) from error
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+        except (
+            self._ray.exceptions.RayActorError,
+            self._ray.exceptions.ObjectLostError,
+            self._ray.exceptions.OutOfMemoryError,  # of a worker that Ray killed for the memory it took
+        ) as error:
             self._bury(member)
             self._count_death(chunk, error)
             self._again.append(chunk)

@@ -89,7 +89,7 @@ class ImageBatches:
             raise InputError(f"Expected `workers` to be at most {MAX_WORKERS} processes, but got {workers!r}.")
         self._paths = paths
         self._preprocessing = preprocessing
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._workers = default_workers() if workers is None else workers
         self._max_pixels = max_pixels
         self._on_unreadable = on_unreadable
@@ -111,10 +111,10 @@ class ImageBatches:
                     waiting, names = [], []
                 waiting.append(run)
                 names.extend(islice(good, len(run)))
-                while len(names) >= self._batch_size:
-                    full, rest = _cut(waiting, self._batch_size)
-                    yield self._batch(full, names[: self._batch_size])
-                    waiting, names = rest, names[self._batch_size :]
+                while len(names) >= self.batch_size:
+                    full, rest = _cut(waiting, self.batch_size)
+                    yield self._batch(full, names[: self.batch_size])
+                    waiting, names = rest, names[self.batch_size :]
         if names:
             yield self._batch(waiting, names)
 

@@ -163,7 +163,11 @@ def _entries(folder: str) -> Iterator[str]:
     """Names in a folder, each with a last character that tells a folder (`/`) from anything else (NUL)."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            yield entry.name + ("/" if entry.is_dir() else "\0")
+            try:
+                is_folder = entry.is_dir()
+            except OSError:  # a link that leads to itself, or to where one may not look
+                is_folder = False
+            yield entry.name + ("/" if is_folder else "\0")
 
 
 def _extension(name: str) -> str:

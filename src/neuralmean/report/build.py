@@ -17,7 +17,7 @@ import numpy as np
 
 from neuralmean.detector import Detector
 from neuralmean.errors import InputError, MissingExtraError
-from neuralmean.files import write_atomically
+from neuralmean.files import check_target, write_atomically
 from neuralmean.images.arrays import split_name
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.report import analysis, describe, plots, svg
@@ -66,8 +66,8 @@ def write_report(
     content = _content(detector, inside, outside, info or {})
     content["title"] = title or f"{describe.model_name(detector)}: what is out of distribution?"
     html = environment.get_template("report.html").render(content)
-    with write_atomically(path, "w") as file:
-        file.write(html)
+    with write_atomically(path) as file:
+        file.write(html.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no text
     return path
 
 
@@ -102,8 +102,7 @@ def _check(detector: Detector, ood_sets: Mapping[str, Any], path: Path, limit: i
         raise InputError(f"Expected `ood_sets` to be at least one set of images by name, but got {ood_sets!r}.")
     if limit is not None and limit < 1:
         raise InputError(f"Expected `limit` to be at least 1, but got {limit!r}.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"Expected to write the report to a file in an existing folder, but got {str(path)!r}.")
+    check_target(path)
 
 
 def _environment() -> Any:

@@ -25,6 +25,7 @@ _STATISTIC = {
 }
 _CALIBRATION = {
     "held_out": "held-out images",
+    "rotated": "ID images, slightly turned",
     "kept_aside": "a part of the ID images kept aside",
     "folds": "the ID images, cross-fitted",
     "all": "all ID images",

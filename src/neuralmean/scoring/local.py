@@ -46,7 +46,7 @@ class CountedBatches(ImageBatches):
     """Image batches that know how many they are, for a progress bar with the time left."""
 
     def __len__(self) -> int:
-        return (self.count() + self._batch_size - 1) // self._batch_size
+        return (self.count() + self.batch_size - 1) // self.batch_size
 
 
 def score_images(

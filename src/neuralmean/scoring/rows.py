@@ -87,10 +87,11 @@ def _csv_line(row: Row) -> str:
             self.text = text
 
     line = Line()
-    csv.writer(line, lineterminator="").writerow(
+    # Python before 3.11.9 quotes a line end in a name only if it is one that ends lines here.
+    csv.writer(line, lineterminator="\r\n").writerow(
         [_as_text(row.path), repr(row.score), repr(row.p_value), str(row.is_ood).lower()]
     )
-    return line.text
+    return line.text.removesuffix("\r\n")
 
 
 def _write_parquet(out: Path, rows: Iterable[Row]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,8 @@ from neuralmean.version import __version__
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+log = logging.getLogger("neuralmean.service")
 
 _PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:"
 _PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
@@ -113,7 +117,11 @@ class Service:
         if self.spec.shape is None or None in self.spec.shape:
             return make_runners(self.detector, None, n_threads)
         example = torch.zeros(1, *(side or 1 for side in self.spec.shape))
-        output = run_pass(self.detector, example).output
+        try:
+            output = run_pass(self.detector, example).output
+        except Exception as error:  # whatever a model has against an input without any content  # noqa: BLE001
+            log.warning("The model was not tried out before the first request, as it cannot take zeros: %s", error)
+            return make_runners(self.detector, None, n_threads)
         self.output_shape = None if output is None else tuple(output.shape[1:])
         return make_runners(self.detector, example, n_threads)
 
@@ -181,16 +189,14 @@ class Service:
 
     async def _decode(self, named: list[NamedBytes], preprocessing: Preprocessing) -> list[NDArray[np.uint8]]:
         """Return the images as one batch, or as one batch each where they differ in size."""
-        limit = self.settings.max_pixels
-        if preprocessing.size is None:
-            limit = min(limit, self.settings.max_body_bytes // 4)  # such images stay as large as they are
-        images = decode_small(named, preprocessing, limit)
-        if images is None:
-            loop = asyncio.get_running_loop()
-            images = await loop.run_in_executor(self._decoders, decode_images, named, preprocessing, limit)
-        if len({image.shape for image in images}) == 1:
-            return [np.stack(images)]
-        return [image[None] for image in images]
+        limits = {"max_pixels": self.settings.max_pixels, "max_bytes": self.settings.max_bytes_in_flight // 2}
+        if preprocessing.size is None:  # such images stay as large as they are
+            limits["max_pixels"] = min(limits["max_pixels"], self.settings.max_body_bytes // 4)
+        images = decode_small(named, preprocessing, **limits)
+        if images is not None:
+            return images
+        decode = partial(decode_images, named, preprocessing, **limits)
+        return await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
 
     async def _run(self, batcher: Batcher, request: Request, jobs: list[Job]) -> list[Answer]:
         async def gone() -> None:

@@ -73,7 +73,10 @@ class BodyReader:
             raise Refusal(
                 408, f"Expected the whole body within {self._settings.timeout_s:g} seconds, but it did not come."
             ) from None
-        return self._unpack(body, request.headers.get("content-encoding", ""))
+        plain = self._unpack(body, request.headers.get("content-encoding", ""))
+        if plain is not body:
+            self.add(hold, len(plain))
+        return plain
 
     def add(self, hold: _Hold, n_bytes: int) -> None:
         """Count more bytes as held, or refuse the request where there are too many."""
@@ -173,9 +176,18 @@ class form_closing:  # noqa: N801 - reads like a function
             await file.close()
 
 
-def decode_images(files: list[NamedBytes], preprocessing: Preprocessing, max_pixels: int) -> list[NDArray[np.uint8]]:
-    """Return each image as the model is to see it, uint8 (H, W, C)."""
-    images = []
+def decode_images(
+    files: list[NamedBytes], preprocessing: Preprocessing, *, max_pixels: int, max_bytes: int
+) -> list[NDArray[np.uint8]]:
+    """Return the images as the model is to see them, uint8: as one batch (N, H, W, C), or one each where they differ in size.
+
+    Args:
+        files: The image files.
+        preprocessing: How to prepare them.
+        max_pixels: The most that an image may have.
+        max_bytes: The most that all of them may take once they are prepared.
+    """
+    images: list[NDArray[np.uint8]] = []
     for file in files:
         try:
             images.append(preprocessing.pixels(decode_image(file.data, max_pixels=max_pixels)))
@@ -183,17 +195,21 @@ def decode_images(files: list[NamedBytes], preprocessing: Preprocessing, max_pix
             reason = str(error).rstrip(".")
             status = 413 if "more than the limit" in reason or "more pixels" in reason else 400
             raise Refusal(status, f"Expected {file.name!r} to be an image, but {_lower(reason)}.") from None
-    return images
+        if sum(image.nbytes for image in images) > max_bytes:
+            raise Refusal(413, f"Expected images of at most {max_bytes} bytes together once unpacked. Send fewer.")
+    if len({image.shape for image in images}) == 1:
+        return [np.stack(images)]
+    return [image[None] for image in images]
 
 
 def decode_small(
-    files: list[NamedBytes], preprocessing: Preprocessing, max_pixels: int
+    files: list[NamedBytes], preprocessing: Preprocessing, *, max_pixels: int, max_bytes: int
 ) -> list[NDArray[np.uint8]] | None:
     """Do what `decode_images` does where that takes no time; None where it would."""
     if len(files) > 1 or len(files[0].data) > SMALL_BYTES or max(preprocessing.size or (0,)) ** 2 > SMALL_PIXELS:
         return None
     try:
-        return decode_images(files, preprocessing, min(max_pixels, SMALL_PIXELS))
+        return decode_images(files, preprocessing, max_pixels=min(max_pixels, SMALL_PIXELS), max_bytes=max_bytes)
     except Refusal as refusal:
         if refusal.status != 413:
             raise

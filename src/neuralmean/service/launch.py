@@ -9,13 +9,13 @@ import socket
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuralmean.detector import Detector
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.opening import open_saved
 from neuralmean.preprocessing import Preprocessing
 
@@ -66,7 +66,7 @@ def run_server(app: FastAPI, *, host: str, port: int) -> None:
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048
     )
     ready = f"Serving {app.state.service.name} on {address(listening)}"
-    with _switching(SWITCH_S):
+    with listening, _switching(SWITCH_S):
         _server(config, ready).run(sockets=[listening])
 
 
@@ -125,8 +125,11 @@ def _server(config: Any, ready: str | None = None) -> Any:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Say that the server is there once it answers, and not before."""
-            await super().startup(sockets)
-            if self.started and ready is not None:
+            with suppress(SystemExit):  # its code would mean something else here
+                await super().startup(sockets)
+            if not self.started:
+                raise NeuralMeanError("Expected the server to start, but it did not. What is logged above says why.")
+            if ready is not None:
                 log.info("%s", ready)
 
         @contextmanager

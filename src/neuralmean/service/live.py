@@ -57,7 +57,7 @@ class Live:
         self._state = state
         self._lock = threading.Lock()
         self._number = 0
-        self._saved = -1
+        self._saved = (-1, -1)
         self._items: deque[Item] = deque(maxlen=N_ITEMS)
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
@@ -124,12 +124,13 @@ class Live:
 
     def save(self) -> None:
         """Write the monitor's state where there is a file for it and something new in it; a full disk is only logged."""
-        n_seen = self.monitor.status().n_seen
-        if self._state is None or n_seen == self._saved:
+        status = self.monitor.status()
+        known = status.n_seen, status.n_since_reset
+        if self._state is None or known == self._saved:
             return
         try:
             self.monitor.save(self._state)
-            self._saved = n_seen
+            self._saved = known
         except NeuralMeanError as error:
             log.error("The monitor's state was not saved: %s", error)
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -157,15 +158,19 @@ def _read_values(entry: dict[str, Any], binary: bytes, dtype: np.dtype[Any], n: 
 def _json_values(data: Any, n: int) -> NDArray[Any]:
     if not isinstance(data, list):
         raise Refusal(400, f"Expected `data` to be a list of numbers, but got {_kind(data)}.")
-    try:
-        values = np.array(data)
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        raise Refusal(400, "Expected `data` to be a flat or evenly nested list of numbers, but it is ragged.") from None
-    if values.dtype.kind not in "iuf":
+    # Looked at before numpy does: of a few long strings it would make an array of gigabytes.
+    while data and isinstance(data[0], list):
+        if any(not isinstance(part, list) or len(part) != len(data[0]) for part in data):
+            raise Refusal(400, "Expected `data` to be a flat or evenly nested list of numbers, but it is ragged.")
+        data = list(chain.from_iterable(data))
+    if not set(map(type, data)) <= {int, float}:
         raise Refusal(400, "Expected `data` to hold nothing but numbers, but it holds something else.")
-    if values.size != n:
-        raise Refusal(400, f"Expected `data` to hold {n} numbers for this shape, but got {values.size}.")
-    return values.reshape(-1)
+    if len(data) != n:
+        raise Refusal(400, f"Expected `data` to hold {n} numbers for this shape, but got {len(data)}.")
+    values = np.array(data)
+    if values.dtype.kind not in "iuf":
+        raise Refusal(400, "Expected `data` to hold nothing but numbers of at most 64 bits, but one is larger.")
+    return values
 
 
 def _wanted_outputs(request: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
