@@ -10,7 +10,7 @@ import torch
 
 from neuralmean import Detector
 from neuralmean.artefact import FORMAT_VERSION, Artefact
-from neuralmean.errors import ArtefactError
+from neuralmean.errors import ArtefactError, InputError
 from tests.conftest import make_trained
 
 MODEL = make_trained()
@@ -156,3 +156,28 @@ def test_saving_replaces_the_old_file_or_leaves_it(saved, monkeypatch):
         Detector(MODEL, scorer="average").calibrate(torch.rand(50, 3, 8, 8)).save(saved)
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.iterdir()] == ["x.nmd"]
+
+
+def test_numbers_as_keys_are_read_back_as_text(tmp_path):
+    names = {number: f"class {number}" for number in range(12)}  # 2 comes before 10, and "10" before "2"
+    Detector(MODEL, scorer="average").calibrate(torch.rand(100, 3, 8, 8)).save(
+        tmp_path / "x.nmd", info={"names": names}
+    )
+    loaded = Detector.load(tmp_path / "x.nmd", MODEL)
+    assert loaded.info["names"] == {str(number): name for number, name in names.items()}
+
+
+def test_what_is_no_json_is_refused_and_forgotten(tmp_path):
+    detector = Detector(MODEL, scorer="average").calibrate(torch.rand(100, 3, 8, 8))
+    with pytest.raises(InputError, match=r"Expected `info` to hold nothing but JSON values, but it does not \(.*Path"):
+        detector.save(tmp_path / "x.nmd", info={"where": tmp_path})
+    assert detector.info == {}
+    detector.save(tmp_path / "x.nmd")
+
+
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_HEADER_BYTES"])
+def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(f"neuralmean.artefact.{limit}", 2**10)
+    with pytest.raises(InputError, match=r"Expected at most .* MiB to save"):
+        Artefact({"long": "x" * 2000}, {}).write(tmp_path / "x.nmd")
+    assert not (tmp_path / "x.nmd").exists()

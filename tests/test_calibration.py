@@ -66,3 +66,11 @@ def test_a_rate_out_of_range_is_an_error(value):
 def test_scores_must_be_finite():
     with pytest.raises(InputError, match="Expected finite scores to calibrate on"):
         Calibration.of(torch.tensor([float("nan")] * 30), 0.1)
+
+
+def test_thinning_leaves_as_many_scores_as_a_small_rate_needs():
+    scores = torch.randn(30_000, generator=torch.Generator().manual_seed(0))
+    calibration = Calibration.of(scores, 5e-5)
+    assert len(calibration.scores) == 19_999
+    assert calibration.threshold == calibration.scores[-1].item()
+    assert calibration.p_value(torch.tensor([1e9])).item() <= 5e-5

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from neuralmean import Detector
+from neuralmean.artefact import Artefact
 from neuralmean.calibration import Calibration
 from neuralmean.cascade import CascadeScorer, SpreadScorer, Watch, bar_of, check_statistic, make, watch_of
 from neuralmean.data import to_batch
-from neuralmean.errors import InputError
+from neuralmean.errors import ArtefactError, InputError
 from neuralmean.layers import Layer, select_layers
 from neuralmean.recorder import Recorder
 from neuralmean.scorers import AverageScorer, LogisticScorer, Observation
@@ -325,3 +326,39 @@ class TestFrozen:
         with ThreadPoolExecutor(4) as pool:
             stopped = [output is None for output, _ in pool.map(detector, batches)]
         assert stopped == [bool(seed % 2) for seed in range(40)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"depths": ["a"], "widths": [3]}, {"depths": [0], "widths": [3]}, {"depths": [2, 1], "widths": [3, 6]},
+     {"depths": [1], "widths": [3, 6]}, {"depths": [1, 2, 3, 4, 5], "widths": [1, 2, 3, 4, 5]},
+     {"depths": [True], "widths": [3]}],
+)  # fmt: skip
+def test_exits_of_a_file_must_make_sense(options):
+    with pytest.raises(InputError, match="Expected"):
+        make("cascade", options)
+
+
+def test_exits_of_a_file_must_be_behind_layers(deep, tmp_path):
+    Detector(deep, scorer="average").fit(inputs(300, 1), held_out=inputs(300, 2), early_exit=True).save(
+        tmp_path / "x.nmd"
+    )
+    artefact = Artefact.read(tmp_path / "x.nmd")
+    options = artefact.header["scorer"]["options"]
+    options["depths"] = [depth + 1 for depth in options["depths"]]
+    del artefact.header["digest"]
+    artefact.write(tmp_path / "x.nmd")
+    with pytest.raises(ArtefactError, match="the exits are not behind layers"):
+        Detector.load(tmp_path / "x.nmd", deep)
+
+
+def test_a_scorer_of_ones_own_that_takes_inliers_alone(deep):
+    class Own:
+        def fit(self, inliers):
+            self.scale = inliers.abs().mean()
+
+        def score(self, vectors):
+            return vectors.abs().mean(1) / self.scale
+
+    detector = Detector(deep, scorer=Own()).fit(inputs(300, 1), held_out=inputs(300, 2), early_exit=True)
+    assert detector(inputs(3, 4) * 50)[1].is_ood.all()

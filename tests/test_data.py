@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from neuralmean.data import check_input, count_batches, to_batch, to_batches
+from neuralmean.data import check_input, count_batches, count_rows, to_batch, to_batches
 from neuralmean.errors import InputError
 
 X = torch.arange(10.0).reshape(5, 2)
@@ -121,3 +121,18 @@ def test_integer_images_are_noticed():
 
 def test_a_token_model_may_take_integers():
     check_input(to_batch(torch.zeros(2, 7, dtype=torch.int64)), "x", tokens=True)
+
+
+def test_rows_are_counted_whatever_the_batches():
+    x = torch.zeros(10, 3)
+    dataset = TensorDataset(x)
+    batches = [x[:4], x[4:]]
+    sampler = BatchSampler(SequentialSampler(dataset), batch_size=3, drop_last=False)
+    assert count_rows(x) == count_rows((x, torch.zeros(10))) == count_rows({"x": x}) == 10
+    assert count_rows(dataset) == count_rows(batches) == count_rows([(batch, batch) for batch in batches]) == 10
+    assert count_rows(DataLoader(dataset, batch_size=5)) == count_rows(DataLoader(dataset, batch_sampler=sampler)) == 10
+    assert count_rows(DataLoader(dataset, batch_size=4)) == 12  # the last batch may be a full one
+    assert count_rows(iter(batches)) is None
+    assert count_rows(DataLoader(Stream(), batch_size=None)) is None
+    assert count_rows(DataLoader(batches, batch_size=None)) is None
+    assert count_rows(3) is None

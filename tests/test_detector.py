@@ -20,7 +20,7 @@ from neuralmean.errors import (
     ModelMismatchError,
     NotFittedError,
 )
-from neuralmean.scorers import AverageScorer
+from neuralmean.scorers import AverageScorer, LogisticScorer
 from tests.conftest import TinyNet, count_hooks, make_trained
 
 HELD_OUT = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(7))
@@ -516,3 +516,139 @@ def test_a_scorer_of_ones_own_is_fitted_also_if_it_names_nothing_that_it_learns(
     detector = Detector(model, scorer=Widest()).fit(images, held_out=images.roll(1, dims=3))
     vectors = detector.discrepancy(images)
     assert torch.equal(detector.score(images), vectors[:, vectors.std(dim=0).argmax()].abs())
+
+
+class Refusing(nn.Module):
+    """A batch norm that never trains, as detection backbones have it: `train` returns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_trained()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.inner.bn1.eval()
+
+
+def test_a_model_whose_train_returns_nothing(images):
+    detector = Detector(Refusing(), scorer="average").calibrate(images)
+    frozen = copy.copy(detector).freeze(images[:1])
+    torch.testing.assert_close(frozen.score(images[:5]), detector.score(images[:5]))
+
+
+def test_a_fit_that_fails_leaves_the_scorer_as_it_was(model, images, strange):
+    own = LogisticScorer()
+    detector = Detector(model, scorer=own).fit(images, strange, held_out=HELD_OUT)
+    before = detector.score(strange)
+    with pytest.raises(CalibrationError):
+        detector.fit(images[:100], strange[:50] * 2, held_out=HELD_OUT[:5])
+    assert torch.equal(detector.score(strange), before)
+    other = Detector(model, scorer=own).fit(images[:100], strange[:50] * 2, held_out=HELD_OUT)
+    assert not torch.equal(other.score(strange), before)
+    assert torch.equal(detector.score(strange), before)
+
+
+def test_a_detector_with_exits_can_be_fitted_without_once_loaded(tmp_path, model, images, strange):
+    detector = Detector(model).fit(images, strange, held_out=HELD_OUT, early_exit=True)
+    detector.save(tmp_path / "x.nmd")
+    loaded = Detector.load(tmp_path / "x.nmd", model)
+    assert loaded(strange)[0] is None
+    loaded.fit(images, strange, held_out=HELD_OUT)
+    output, decision = loaded(strange)
+    assert output.shape == (100, 3)
+    assert decision.is_ood.all()
+
+
+class Dividing(nn.Module):
+    """Divides its feature by its length, which may be nothing, behind the last watched layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_trained()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x):
+        feature = self.inner(x)
+        return self.fc((feature - self.inner.fc.bias) / (x.abs().sum((1, 2, 3)) > 0).unsqueeze(1))
+
+
+def test_a_score_that_is_no_number_is_an_error_and_not_a_verdict(images):
+    detector = Detector(Dividing(), scorer="typicality").fit(images, held_out=HELD_OUT)
+    inputs = torch.cat([images[:2], torch.zeros(1, 3, 8, 8)])
+    for ask in (detector, detector.predict):
+        with pytest.raises(InputError, match=r"Expected a score for each input, but 1 of 3 \(rows \[2\]\) are NaN"):
+            ask(inputs)
+
+
+def test_an_infinite_score_is_a_score(model, images):
+    class Certain:
+        def fit(self, inliers):
+            pass
+
+        def score(self, vectors):
+            return torch.where(vectors.abs().sum(1) > 20, torch.inf, vectors[:, 1])
+
+    detector = Detector(model, scorer=Certain()).fit(images, held_out=HELD_OUT)
+    decision = detector.predict(images[:3] * 50)
+    assert decision.score.isinf().all()
+    assert decision.is_ood.all()
+
+
+class Tagger(nn.Module):
+    """A class for each token: its head sees tokens and not inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.norm, self.fc = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        h = self.norm(self.emb(ids))
+        return self.fc(h.reshape(-1, 8)).view(*ids.shape, 3)
+
+
+def test_a_head_that_sees_more_rows_than_inputs_is_none():
+    ids = torch.randint(20, (200, 6), generator=torch.Generator().manual_seed(0))
+    model = Tagger().eval()
+    detector = Detector(model).fit(ids[:100], held_out=ids[100:])
+    assert detector.head is None
+    assert detector(ids[:2])[1].score.shape == (2,)
+    with pytest.raises(InputError, match=r"Expected one row for each of the .* inputs at the head 'fc', but got"):
+        Detector(model, head="fc").fit(ids[:100], held_out=ids[100:])
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+def test_what_is_chosen_does_not_depend_on_the_batches(model, images, strange, batch):
+    split = list(images[:80].split(batch))
+    with pytest.warns(CalibrationWarning):
+        detector = Detector(model).fit(split)
+    assert len(detector.calibration.scores) == 80  # all of few are turned
+    assert type(Detector(model).fit(images, list(strange.split(batch)), held_out=HELD_OUT).scorer) is LogisticScorer
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "logistic"])
+def test_what_is_asked_in_inference_mode_is_answered(tmp_path, model, images, strange, scorer):
+    detector = Detector(model, scorer=scorer).fit(images, strange, held_out=HELD_OUT)
+    expected = detector.explain(strange[:3]).by_layer
+    detector.save(tmp_path / "x.nmd")
+    with torch.inference_mode():
+        torch.testing.assert_close(detector.explain(strange[:3]).by_layer, expected)
+        loaded = Detector.load(tmp_path / "x.nmd", model)
+    torch.testing.assert_close(loaded.explain(strange[:3]).by_layer, expected)
+
+
+def test_outliers_are_crafted_for_a_scorer_that_needs_the_output_too(model, images):
+    class Both:
+        needs = frozenset({"output"})
+        uses_outliers = True
+
+        def fit(self, inliers, outliers):
+            self.n_outliers = len(outliers)
+
+        def score(self, seen):
+            return seen.vector.abs().mean(1)
+
+    with pytest.warns(CalibrationWarning):
+        assert Detector(model, scorer=Both()).fit(images).scorer.n_outliers == 300

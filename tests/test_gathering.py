@@ -180,7 +180,7 @@ def test_a_scorer_of_ones_own_still_gets_a_tensor(wide, on_disk):
     with pytest.warns(CalibrationWarning):
         detector = Detector(wide, scorer=scorer).fit(pictures(1200, 1))
     assert detector.calibration_source == "kept_aside"
-    assert scorer.seen == (torch.Tensor, (960, WIDTH))
+    assert detector.scorer.seen == (torch.Tensor, (960, WIDTH))
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is mapped")

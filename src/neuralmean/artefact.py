@@ -20,7 +20,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from neuralmean.errors import ArtefactError
+from neuralmean.errors import ArtefactError, InputError
 from neuralmean.files import write_atomically
 
 FORMAT_VERSION = 1
@@ -38,10 +38,19 @@ class Artefact:
 
     def write(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
-        header = {**self.header, "format_version": FORMAT_VERSION}
+        try:
+            # As it will be read: the keys of a dict are text then, and in another order.
+            header = json.loads(json.dumps({**self.header, "format_version": FORMAT_VERSION}))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"Expected `info` to hold nothing but JSON values, but it does not ({error}).") from None
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         header["digest"] = _digest(header, tensors)
         content = save_tensors(tensors, {_KEY: json.dumps(header, sort_keys=True)})
+        if len(content) > MAX_BYTES or struct.unpack("<Q", content[:8])[0] > MAX_HEADER_BYTES:
+            raise InputError(
+                f"Expected at most {MAX_BYTES >> 20} MiB to save, {MAX_HEADER_BYTES >> 20} of them names and `info`, but got "
+                f"{len(content) / 2**20:.0f} MiB. Watch fewer layers, choose another scorer or keep less in `info`."
+            )
         with write_atomically(path) as file:
             file.write(content)
 

@@ -39,7 +39,7 @@ class Calibration:
     def of(cls, scores: Tensor, false_alarm_rate: float) -> Calibration:
         """Calibrate on the scores of held-out in-distribution inputs, shape (n,), in any order.
 
-        More than 10,000 scores are thinned to a random (seeded) 10,000: enough for any rate, small in a file, and a
+        More than 10,000 scores are thinned to a random (seeded) 10,000, or as many as the rate needs: small in a file, and a
         random part of an exchangeable whole keeps the guarantee.
 
         Raises:
@@ -54,8 +54,9 @@ class Calibration:
                 f"Expected at least {needed} held-out examples for a false-alarm rate of {false_alarm_rate:g}, but got "
                 f"{len(scores)}. Pass more, or ask for a rate of at least {1 / (len(scores) + 1):.3g}."
             )
-        if len(scores) > MAX_SCORES:
-            scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:MAX_SCORES]]
+        most = max(MAX_SCORES, needed)
+        if len(scores) > most:
+            scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:most]]
         return cls(scores.detach().cpu().sort().values, float(false_alarm_rate))
 
     @cached_property

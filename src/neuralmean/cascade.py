@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from neuralmean.calibration import Calibration, examples_needed
 from neuralmean.errors import InputError
+from neuralmean.fitting import fit_scorer
 from neuralmean.layers import Layer
 from neuralmean.moments import Moments
 from neuralmean.scorers import Observation, Scorer, VectorScorer, make_scorer
@@ -98,7 +99,9 @@ class CascadeScorer(VectorScorer):
         widths: Sequence[int] = (),
     ) -> None:
         self.scorer, self.scorer_options, self.exit_scorer = scorer, dict(scorer_options or {}), exit_scorer
-        self.depths, self.widths = list(depths), list(widths)
+        self.depths, self.widths = _growing(depths, "depths"), _growing(widths, "widths")
+        if len(self.depths) != len(self.widths):
+            raise InputError(f"Expected as many `widths` as `depths`, but got {len(widths)} and {len(depths)}.")
         self.full: Scorer = make_scorer(scorer, self.scorer_options)
         self._take_over(self.full)
         self.exits = [_make_exit(exit_scorer) for _ in widths]
@@ -122,12 +125,11 @@ class CascadeScorer(VectorScorer):
                 f"Expected a model with at least 2 watched layers for an early exit, each run once, but got {len(layers)}. "
                 "Leave `early_exit` out."
             )
-        columns = list(accumulate(layer.channels for layer in layers))
         made = cls(
             scorer=scorer.name if isinstance(scorer, VectorScorer) else "average",
             scorer_options=scorer.get_options() if isinstance(scorer, VectorScorer) else {},
             depths=depths,
-            widths=[columns[depth - 1] for depth in depths],
+            widths=widths_of(layers, depths),
         )
         made.full = scorer
         made._take_over(scorer)
@@ -141,7 +143,7 @@ class CascadeScorer(VectorScorer):
 
     def fit(self, inliers: Any, outliers: Any = None) -> Self:
         """Fit the full scorer and the exits, and learn where each leaves in-distribution data."""
-        self.full.fit(inliers, outliers)
+        fit_scorer(self.full, _observed(inliers), None if outliers is None else _observed(outliers))
         rows, strange = _vector(inliers), None if outliers is None else _vector(outliers)
         self.exit_scorer = SpreadScorer.name if strange is None else "logistic"
         self.exits = [_make_exit(self.exit_scorer) for _ in self.widths]
@@ -280,6 +282,12 @@ def make(name: str, options: Mapping[str, JSON]) -> VectorScorer:
     return CascadeScorer(**dict(options)) if name == NAME else make_scorer(name, options)  # type: ignore[arg-type]
 
 
+def widths_of(layers: Sequence[Layer], depths: Sequence[int]) -> list[int]:
+    """Return how many columns the first layers have, for each number of layers."""
+    columns = list(accumulate(layer.channels for layer in layers))
+    return [columns[depth - 1] for depth in depths]
+
+
 def check_statistic(statistic: str) -> None:
     """Raise unless an early exit is possible with `statistic`."""
     if statistic != "mean":
@@ -288,9 +296,22 @@ def check_statistic(statistic: str) -> None:
         )
 
 
+def _growing(values: Sequence[int], name: str) -> list[int]:
+    """Return the numbers, or raise unless they are few, whole and growing: they may come from a file."""
+    found = list(values)[: len(SHARES) + 1]
+    are_whole = all(type(value) is int for value in found)
+    if len(values) > len(SHARES) or not are_whole or any(b <= a for a, b in pairwise((0, *found))):
+        raise InputError(f"Expected `{name}` to be at most {len(SHARES)} growing whole numbers, but got {found}.")
+    return found
+
+
 def _vector(rows: Any) -> Tensor:
     vector: Tensor = rows.vector if isinstance(rows, Observation) else rows
     return vector
+
+
+def _observed(rows: Any) -> Observation:
+    return rows if isinstance(rows, Observation) else Observation(rows)
 
 
 def _make_exit(name: str) -> VectorScorer:

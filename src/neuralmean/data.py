@@ -111,6 +111,24 @@ def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
         return None
 
 
+def count_rows(data: Any) -> int | None:
+    """Return how many examples `data` has, where that can be known without reading it; of a loader, up to a batch too many."""
+    whole = _whole(data)
+    try:
+        if whole is not None:
+            return len(whole)
+        if isinstance(data, DataLoader) and data.batch_size is None:
+            return None if data.batch_sampler is None else len(data.dataset)  # type: ignore[arg-type]
+        if isinstance(data, Dataset):
+            return len(data)  # type: ignore[arg-type]
+        if isinstance(data, (list, tuple)):
+            return sum(len(to_batch(batch)) for batch in data)
+        rows: int = len(data) * data.batch_size
+        return rows
+    except (TypeError, AttributeError, NotImplementedError, InputError):
+        return None
+
+
 def check_input(batch: Batch, name: str, *, tokens: bool = False) -> None:
     """Raise if `batch` cannot be an input of the model: labels, or integers where floats are expected.
 

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from neuralmean import cascade, fitting
 from neuralmean.artefact import Artefact
 from neuralmean.calibration import Calibration, check_rate
-from neuralmean.data import BATCH_SIZE, count_batches, to_batch, to_batches
+from neuralmean.data import BATCH_SIZE, count_batches, count_rows, to_batch, to_batches
 from neuralmean.decision import Decision, Explanation, sum_by_layer
 from neuralmean.discrepancy import (
     Statistic,
@@ -45,8 +45,8 @@ class Detector:
         model: A trained model; it is never changed.
         layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`); None chooses.
         statistic: `"mean"` (the paper's NMD), `"variance"` (NVD) or `"both"`, standardised and side by side.
-        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`; None takes the best one
-            for the data given to `fit`.
+        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`, which is copied; None takes
+            the best one for the data given to `fit`.
         reference: What the training data looks like; None reads the batch-norm buffers where every watched layer has
             them, and otherwise makes it from the `id_data` given to `fit`.
         head: Name of the layer whose output is the logits and whose input is the penultimate feature, for scorers that
@@ -176,14 +176,14 @@ class Detector:
         self, id_data: Any, ood_data: Any, rate: float, held_out: Any, batch_size: int, early_exit: bool
     ) -> fitting.Source:
         self._reset()
-        scorer = self._scorer_for(ood_data, batch_size)
+        scorer = self._scorer_for(ood_data)
         observer = self._make_observer(self._head_for(scorer))
         beside: Craft | Turn | None = None
-        if held_out is None and fitting.needs_of(scorer):
-            # What the model says of images that it has memorised is no measure of what it says of fresh ones.
-            beside = Turn(fitting.rotate_every(_count_rows(id_data, batch_size), rate))
-        elif ood_data is None and getattr(scorer, "uses_outliers", False):
+        if ood_data is None and getattr(scorer, "uses_outliers", False):
             beside = Craft()
+        elif held_out is None and fitting.needs_of(scorer):
+            # What the model says of images that it has memorised is no measure of what it says of fresh ones.
+            beside = Turn(fitting.rotate_every(count_rows(id_data), rate))
         # Whether rows can be scored as they come, as nothing is learnt from them. (A scorer of the user's own has its `fit`.)
         at_once = self.reference is not None and self.statistic != "both" and not early_exit
         at_once = at_once and type(scorer) is AverageScorer
@@ -304,18 +304,23 @@ class Detector:
             info: JSON values to keep beside it (model spec, preprocessing), added to `detector.info`.
         """
         self._watch.check()
-        self.info = {**self.info, **(info or {})}
-        to_artefact(self).write(path)
+        before, self.info = self.info, {**self.info, **(info or {})}
+        try:
+            to_artefact(self).write(path)
+        except BaseException:
+            self.info = before
+            raise
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Detector:
         """Read a detector that `save` wrote, for the same model with the same weights."""
-        return from_artefact(cls, Artefact.read(path), model, str(path))
+        with torch.inference_mode(False):  # as in `fit`
+            return from_artefact(cls, Artefact.read(path), model, str(path))
 
-    def _scorer_for(self, ood_data: Any, batch_size: int) -> Scorer:
+    def _scorer_for(self, ood_data: Any) -> Scorer:
         if ood_data is None:
             return fitting.choose_scorer(self._scorer_choice, None)
-        return fitting.choose_scorer(self._scorer_choice, _count_rows(ood_data, batch_size) or 0)
+        return fitting.choose_scorer(self._scorer_choice, count_rows(ood_data) or 0)
 
     def _head_for(self, scorer: Scorer) -> str | None:
         if not fitting.needs_of(scorer) or self._head_choice is False:
@@ -354,9 +359,3 @@ class Detector:
         name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)
         state = "not calibrated" if self.calibration is None else f"threshold {self.threshold:.4g}"
         return f"Detector({name}: {len(self._layers)} layers, {len(self.channels)} channels, {scorer}, {state})"
-
-
-def _count_rows(data: Any, batch_size: int) -> int | None:
-    """Return about how many examples `data` has, where that can be known."""
-    batches = count_batches(data, batch_size=batch_size)
-    return None if batches is None else batches * (getattr(data, "batch_size", None) or batch_size)

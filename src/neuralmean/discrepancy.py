@@ -21,7 +21,7 @@ def neural_mean_discrepancy(channel_means: Tensor, reference_mean: Tensor) -> Te
     .. math::
         \mathrm{NMD}_c^l(x) = \mu[f_c^l(x)] - \mu[f_c^l(D_{tr})]
 
-    (Dong et al., CVPR 2022, Eq. 5, for one example or for the row that `batch_means` makes of a batch.)
+    (Dong et al., CVPR 2022, Eq. 5, for one example or for the row that `pool_batch` makes of a batch.)
 
     Args:
         channel_means: Shape (N, D).

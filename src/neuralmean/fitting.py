@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -45,7 +45,7 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
     if choice is not None:
         if not (callable(getattr(choice, "fit", None)) and callable(getattr(choice, "score", None))):
             raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
-        return choice
+        return copy.deepcopy(choice)  # so that a fit that fails, or another detector's, does not change it
     if n_outliers is None:
         return make_scorer("typicality")
     return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
@@ -90,7 +90,14 @@ def score_rows(scorer: Scores, observation: Observation) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != (len(observation),):
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise InputError(f"Expected `score` to return a tensor of shape ({len(observation)},), but got {shape}.")
-    return scores.detach()
+    scores = scores.detach()
+    if math.isnan(scores.sum().item()) and bool(scores.isnan().any()):  # of infinities too, which are no harm
+        rows = scores.isnan().nonzero()[:, 0].tolist()
+        raise InputError(
+            f"Expected a score for each input, but {len(rows)} of {len(scores)} (rows {rows[:5]}) are NaN: the model's output "
+            "or its activations' variances are not finite there. Check these inputs, and their scale."
+        )
+    return scores
 
 
 def score_blocks(scorer: Scores, observation: Observation, chosen: Tensor | None = None) -> Tensor:
@@ -201,9 +208,10 @@ def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, 
     if parts is not None:
         terms = getattr(scorer, "terms", None)
         return parts, {} if terms is None else terms(view_of(scorer, observation)), True
-    vector = observation.vector.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        score = scorer.score(vector if not needs_of(scorer) else replace(observation, vector=vector))
+    with torch.inference_mode(False), torch.enable_grad():
+        observation = Observation(*(None if part is None else part.detach().clone() for part in observation.parts()))  # type: ignore[arg-type]
+        vector = observation.vector.requires_grad_()
+        score = scorer.score(view_of(scorer, observation))
         if not score.requires_grad:
             name = type(scorer).__name__
             raise InputError(

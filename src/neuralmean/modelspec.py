@@ -99,7 +99,8 @@ def resolve(
         size=size,
         usual_size=_bench_size() if kind == "bench" else None,
     )
-    return ResolvedModel(model.eval(), spec, preprocessing, path)
+    model.eval()  # which need not return the model
+    return ResolvedModel(model, spec, preprocessing, path)
 
 
 def _split(spec: str) -> tuple[str, str]:

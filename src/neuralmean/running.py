@@ -6,9 +6,10 @@ import copy
 import operator
 import threading
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from neuralmean.layers import WRAPPERS
 
@@ -28,6 +29,12 @@ class Modules(list[nn.Module]):
         self._leaves = [children for children in stores if not children]  # quicker to look at
         self._children = [children for children in stores if children]
         self._known = [dict(children) for children in self._children]
+        self._tensors: list[dict[str, Tensor | None]] = [
+            own
+            for module in self
+            for own in (module._parameters, module._buffers)
+            if own  # type: ignore[misc]
+        ]
         attributes = [vars(module) for module in self]
         self._flags = [own for own in attributes if "training" in own]  # a scripted module has it elsewhere
         self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
@@ -35,6 +42,10 @@ class Modules(list[nn.Module]):
     def are_all(self) -> bool:
         """Whether no module was added, replaced or removed."""
         return not any(self._leaves) and self._children == self._known
+
+    def tensors(self) -> list[Tensor | None]:
+        """Every parameter and buffer, as it is now."""
+        return list(chain.from_iterable(map(dict.values, self._tensors)))
 
     def are_training(self) -> bool:
         """Whether any is in training mode."""

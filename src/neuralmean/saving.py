@@ -73,7 +73,8 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         scorer = cascade.make(header["scorer"]["name"], header["scorer"]["options"])
         head = header["head"]
         _check_model(model, wanted, fitted_class)
-        detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=scorer)
+        own = scorer.full if isinstance(scorer, cascade.CascadeScorer) else scorer  # for a `fit` after this
+        detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=own)
         found = [(layer.name, layer.kind, layer.channels) for layer in detector._layers]
         if found != wanted:
             raise ModelMismatchError(_other_model(fitted_class, model))
@@ -129,11 +130,15 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
         raise ArtefactError("the calibration is not one")
     detector.calibration = Calibration.of(scores, rate)
     detector.calibration_source = source
+    if isinstance(scorer, cascade.CascadeScorer) and scorer.widths != cascade.widths_of(
+        detector._layers, scorer.depths
+    ):
+        raise ArtefactError("the exits are not behind layers")
     scorer.load_state({name[7:]: tensor for name, tensor in tensors.items() if name.startswith("scorer.")})
     detector.scorer = scorer
     if head is not None and head not in dict(unwrap(detector.model).named_modules()):
         raise ArtefactError(f"the model has no layer {head!r}")
-    detector.head = head
+    detector.head, detector._head_choice = head, head
     detector._observer = detector._make_observer(head)
     detector.fitted, detector.info = dict(header["fitted"]), dict(header["info"])
     output, feature = None, None

@@ -89,7 +89,7 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
     try:
         with torch.no_grad():
             observer.observe(Batch((first,)))  # finds the head
-            graph = _make_graph(_Graph(observer, fold=fold, depths=depths), first)
+            graph = _make_graph(_Graph(observer, fold=fold, depths=depths), first, fold=fold)
             traced = TracedObserver(observer, graph, example.shape[1:], depths)
             for x in others:
                 _compare(observer.observe(Batch((x,))), traced.observe(Batch((x,))))
@@ -99,10 +99,11 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
     return traced
 
 
-def _make_graph(module: _Graph, x: Tensor) -> Any:
+def _make_graph(module: _Graph, x: Tensor, *, fold: bool) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graph = torch.jit.freeze(torch.jit.trace(module, (x,), check_trace=False))  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(module, (x,), check_trace=False)  # type: ignore[no-untyped-call]
+        graph = torch.jit.freeze(traced, optimize_numerics=fold)
     doubts = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
     if doubts:  # something depends on a value or a shape
         raise InputError(doubts[0])

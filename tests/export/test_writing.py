@@ -303,3 +303,35 @@ def test_a_missing_package_is_named_with_its_cure(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", without_onnx)
     with pytest.raises(MissingExtraError, match=r"pip install neuralmean\[onnx\]"):
         to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+
+
+def test_a_score_that_is_no_number_is_flagged_by_the_graph():
+    detector = Detector(make_trained(), scorer="average").calibrate(usual())
+    graph = DetectorGraph(detector, ("x",), 1)
+    x = usual(3)
+    x[1] = torch.nan
+    _, score, p_value, is_ood = graph(x)
+    assert score.isnan().tolist() == [False, True, False]
+    assert is_ood[1]
+    assert p_value[1] < 0.05
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_not_exported(tmp_path, monkeypatch):
+    detector = Detector(make_trained(), scorer="average").calibrate(usual())
+    monkeypatch.setattr("neuralmean.export.writing.device_of", lambda modules: torch.device("cuda", 0))
+    with pytest.raises(InputError, match="Expected a model on the CPU to export, but got one on cuda:0"):
+        to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
+
+
+def test_a_scorer_of_ones_own_with_exits_is_exported(tmp_path):
+    class Own:
+        def fit(self, inliers, outliers=None):
+            pass
+
+        def score(self, vectors):
+            return vectors.abs().mean(1)
+
+    detector = Detector(make_trained(), scorer=Own()).fit(usual(300), held_out=usual(100, 2), early_exit=True)
+    to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
+    module = torch.export.load(tmp_path / "x.pt2").module()
+    torch.testing.assert_close(module(mixture())[1], detector.score(mixture()))

@@ -10,7 +10,7 @@ from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import to_batch
 from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError, ModelInputError
 from neuralmean.layers import Layer, select_layers
-from neuralmean.recorder import Recorder, find_head
+from neuralmean.recorder import Recorder, RecordingModule, find_head
 from neuralmean.recorder.sink import Sink
 from tests.conftest import TinyNet, count_hooks
 
@@ -498,3 +498,33 @@ def test_what_comes_beside_an_input_of_a_known_kind_goes_where_the_model_is(imag
         recorder(to_batch(images.to("meta")))
     recorder(to_batch({"pixels": images.to("meta"), "factor": torch.ones(1)}))
     assert model.where == "meta"
+
+
+def test_a_compiled_model_that_is_converted_gets_a_new_twin(model, images, monkeypatch):
+    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: twin.forward)  # which takes no minute
+    compiled = torch.compile(model, backend="eager")
+    recorder = Recorder(compiled, select_layers(compiled))
+    first = recorder(to_batch(images[:4])).mean
+    compiled.double()
+    second = recorder(to_batch(images[:4].double())).mean
+    assert second.dtype is torch.float64
+    torch.testing.assert_close(first.double(), second, rtol=1e-4, atol=1e-5)
+    held = recorder._compiled
+    recorder(to_batch(images[:4].double()))
+    assert recorder._compiled is held
+
+
+def test_an_activation_without_inputs_is_told():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).mean((0, 2, 3)))
+
+    model = Pooled()
+    with pytest.raises(
+        InputError, match="Expected layer 'fc' to have a tensor of inputs and channels, but it has none"
+    ):
+        Recorder(model, select_layers(model, ["fc"]))(to_batch(torch.rand(5, 3, 8, 8)))

@@ -142,3 +142,20 @@ def test_rows_that_are_all_alike_are_an_error():
     same = Observation(torch.ones(50, 3), torch.randn(50, 2), torch.randn(50, 2))
     with pytest.raises(InputError, match="Expected inputs that differ from each other"):
         TypicalityScorer().fit(same)
+
+
+def test_classes_that_never_occur_change_nothing_and_cost_nothing():
+    few, rows = clustered(400, 1), clustered(50, 2)
+
+    def among_many(observation, places=(5, 70_000, 99_999)):
+        logits = torch.full((len(observation), 100_000), -50.0)
+        logits[:, list(places)] = observation.output
+        return Observation(observation.vector, logits, observation.feature)
+
+    expected = TypicalityScorer().fit(few)
+    found = TypicalityScorer().fit(among_many(few))
+    assert found.left_.shape == (100_000, 3)
+    assert found.angle_target_.shape == expected.angle_target_.shape
+    # Their energy and softmax are other ones, but what was learnt of the vectors is the same.
+    torch.testing.assert_close(found.left_[[5, 70_000, 99_999]] @ found.right_, expected.left_ @ expected.right_)
+    assert torch.isfinite(found.score(among_many(rows))).all()

@@ -75,7 +75,7 @@ class DetectorGraph(nn.Module):
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
         p_value = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().mean(dim=1)
-        return output, score, p_value, score > self.threshold
+        return output, score, p_value, ~(score <= self.threshold)  # what is no number is no reason to trust it
 
     def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:
         parts = []

@@ -93,6 +93,8 @@ def _trace(
 ) -> tuple[ExportedProgram, list[str], list[str]]:
     """Return the traced graph, the names of its inputs and of its outputs."""
     detector._watch.check()
+    if (device := device_of(detector.model.modules())).type != "cpu":
+        raise InputError(f"Expected a model on the CPU to export, but got one on {device}. Move it: `model.cpu()`.")
     batch = _example(detector, example_input, input_shape)
     names = input_names(detector.model, batch)
     graph = DetectorGraph(detector, names, len(batch.args)).eval()
@@ -124,7 +126,7 @@ def _example(detector: Detector, example_input: Any, input_shape: Sequence[int] 
     if (example_input is None) == (input_shape is None):
         raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
     batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
-    batch = batch.to(device_of(detector.model.modules()))
+    batch = batch.to(torch.device("cpu"))
     size = len(batch)
 
     def grow(value: Any) -> Any:
@@ -146,7 +148,7 @@ def _output_names(output: Any) -> list[str]:
 
 
 def _header(detector: Detector) -> dict[str, Any]:
-    if isinstance(detector.scorer, VectorScorer):
+    if isinstance(getattr(detector.scorer, "full", detector.scorer), VectorScorer):
         header = to_artefact(detector).header
     else:  # a scorer of the user's own is in the graph but has no saved form
         header = {"threshold": detector.threshold, "versions": {"neuralmean": __version__, "torch": torch.__version__}}

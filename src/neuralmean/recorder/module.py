@@ -50,7 +50,8 @@ class RecordingModule(nn.Module):
         exits: Exits | None = None,
     ) -> None:
         super().__init__()
-        self.model = shared_copy(core).eval()
+        self.model = shared_copy(core)
+        self.model.eval()  # which need not return the model
         self._layers = tuple(layers)
         found = read_behind(core, layers) if behind and not variance else None
         self._is_behind = found is not None

@@ -58,5 +58,5 @@ class Plan:
         widths = torch.tensor([layer.channels for layer in self.layers[: len(n)]])
         if len(self.counts) >= _MOST:
             self.counts.clear()
-        self.counts[key] = torch.tensor(n, dtype=torch.float32).repeat_interleave(widths).to(device)
-        return self.counts[key]
+        counts = self.counts[key] = torch.tensor(n, dtype=torch.float32).repeat_interleave(widths).to(device)
+        return counts

@@ -6,11 +6,12 @@ pass raises. Many threads may record on one model.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from neuralmean.data import Batch, check_input
 from neuralmean.errors import ModelInputError
@@ -44,7 +45,7 @@ class Recorder:
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
         self._stand_ins = StandIns(self._plan)
-        self._compiled: tuple[Modules, Callable[..., Any]] | None = None  # and of which modules
+        self._compiled: tuple[Modules, list[Tensor | None], Callable[..., Any]] | None = None  # and of which tensors
         self._lock = threading.Lock()
 
     @property
@@ -99,8 +100,14 @@ class Recorder:
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
         """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
         with self._lock:
-            if self._compiled is None or self._compiled[0] is not modules:
+            tensors = modules.tensors()  # `model.to` changes parameters but replaces buffers
+            held = self._compiled
+            if held is None or held[0] is not modules or not _are_the_same(held[1], tensors):
                 twin = RecordingModule(self._core, self.layers, variance=self.variance, head=self.head)
-                self._compiled = modules, twin.compiled()
-            output, *found = self._compiled[1](batch.args, batch.kwargs, batch.mask)
+                held = self._compiled = modules, tensors, twin.compiled()
+            output, *found = held[2](batch.args, batch.kwargs, batch.mask)
         return Recording(output, self.layers, *found)
+
+
+def _are_the_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

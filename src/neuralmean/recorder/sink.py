@@ -146,6 +146,11 @@ class Sink:
         kwargs, output = rest
         feature, logits = args[0] if args else next(iter(kwargs.values())), main_tensor(output)
         last = isinstance(module, nn.Linear)
+        if self.size is not None and feature.shape[0] != self.size:
+            raise InputError(
+                f"Expected one row for each of the {self.size} inputs at the head {self.head!r}, but got {feature.shape[0]}. "
+                "Name another layer as `head`, or pass `head=False`."
+            )
         self.feature = channel_mean(feature.detach(), channels_last=last, mask=self._mask_for(feature))
         if logits is not None:
             self.logits = channel_mean(logits.detach(), channels_last=last, mask=self._mask_for(logits))
@@ -170,9 +175,10 @@ class Sink:
 
     def _add_any(self, index: int, activation: Tensor | None) -> None:
         layer = self.layers[index]
-        if activation is None:
+        if activation is None or activation.dim() < 2:
             raise InputError(
-                f"Expected layer {layer.name!r} to have a tensor, but it has none. Leave it out of `layers`."
+                f"Expected layer {layer.name!r} to have a tensor of inputs and channels, but it has none. Leave it out of "
+                "`layers`."
             )
         activation = activation.detach()
         mask = self._mask_for(activation) if layer.channels_last else None
@@ -291,10 +297,10 @@ def find_head(model: nn.Module, batch: Batch) -> str | None:
                 handle.remove()
     if result is None:
         return None
-    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers.
+    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
     same = [
         name
         for name, output in outputs.items()
-        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel()
+        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
     ]
     return same[-1] if same else None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -48,12 +47,6 @@ class Observation:
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Vector, output and feature, in this order."""
         return self.vector, self.output, self.feature
-
-    @classmethod
-    def cat(cls, observations: list[Observation]) -> Observation:
-        """Stack observations of several batches, in order."""
-        columns = zip(*(observation.parts() for observation in observations), strict=True)
-        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
 
 class Scores(Protocol):

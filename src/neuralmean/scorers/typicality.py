@@ -150,8 +150,9 @@ class TypicalityScorer(VectorScorer):
             )
         self.keep_ = keep.int()
         classes, n_classes = self._learn_classes(inliers.output, vectors, chosen)
+        known, classes = torch.unique(classes, return_inverse=True)  # of a hundred thousand, few may ever occur
         rows = vectors.then(lambda block: block[:, keep].double())
-        means, counts = class_means(rows, classes, n_classes)
+        means, counts = class_means(rows, classes, len(known))
         within, share = explained_share(rows, means, classes, counts)
         within = within.clamp_min(1e-12)
         centre = grand_mean(means, counts)
@@ -159,9 +160,10 @@ class TypicalityScorer(VectorScorer):
         left, right = low_rank((shrunk - centre) / within, counts, RANK)
         weight = share / share.sum() if share.sum() > 0 else torch.full_like(share, 1 / len(share))
         self.centre_, self.within_, self.weight_ = centre.float(), within.float(), weight.float()
-        self.left_, self.right_ = left.float().contiguous(), right.float().contiguous()
-        self._keep_angle("angle", rows, classes, n_classes, centre, within)
-        self._learn_feature(inliers, chosen, classes, n_classes)
+        self.left_ = torch.zeros(n_classes, left.shape[1]).index_copy_(0, known, left.float())
+        self.right_ = right.float().contiguous()
+        self._keep_angle("angle", rows, classes, len(known), centre, within)
+        self._learn_feature(inliers, chosen, classes, len(known))
         return self
 
     def _learn_feature(self, inliers: Observation, chosen: Tensor | None, classes: Tensor, n_classes: int) -> None:
