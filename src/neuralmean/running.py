@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,7 @@ class Modules(list[nn.Module]):
         self._leaves = [children for children in stores if not children]  # quicker to look at
         self._children = [children for children in stores if children]
         self._known = [dict(children) for children in self._children]
-        self._tensors: list[dict[str, Tensor | None]] = [
-            own
-            for module in self
-            for own in (module._parameters, module._buffers)
-            if own  # type: ignore[misc]
-        ]
+        self._tensors: list[dict[str, Any]] = [own for m in self for own in (m._parameters, m._buffers) if own]
         attributes = [vars(module) for module in self]
         self._flags = [own for own in attributes if "training" in own]  # a scripted module has it elsewhere
         self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
