@@ -3,7 +3,7 @@
     python benchmarks/paper.py --data DIR --weights DIR --out docs/results.json --markdown docs/results.md --html results.html
 
 Stop it at any moment; the same command goes on. With `--methods quick --jobs 2` it took 54 minutes on two cores from an
-empty cache, and less than 3 from a full one, one of them for `latency`, which fits anew as it measures that.
+empty cache. From a full one it takes some minutes, most of them for `latency`, which times its fits and so runs them anew.
 """
 
 from __future__ import annotations

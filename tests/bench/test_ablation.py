@@ -83,6 +83,20 @@ def test_fewer_images_are_drawn_several_times(rows):
     assert not any(row.get("setting") == "60 ID images" for row in rows)  # these are all, which the scorer itself has
 
 
+def test_another_seed_shares_no_draw(folders, tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(ablation, "COUNTS", (30,))
+    monkeypatch.setattr(ablation._Parts, "measure", lambda self, draws, *_: seeds.append([one.seed for one in draws]))
+    monkeypatch.setattr(Workbench, "compare", lambda *_: None)
+    (case,) = cases(["resnet20"], "cifar10", ["svhn"])
+    for seed in (0, 1):
+        inputs, results = Inputs(folders / "data", folders / "weights"), Results(tmp_path / "r.json")
+        bench = Workbench(inputs, results, tmp_path, limit=60, seed=seed, methods=["ours-id"])
+        experiments.get("ablation").run(bench, case)
+    several = [draws for draws in seeds if len(draws) > 1]
+    assert several == [[0, 1, 2], [3, 4, 5]]
+
+
 @pytest.mark.parametrize("out", ["rows.json", "others.json"])
 def test_a_second_run_fits_nothing_with_its_rows_or_without(rows, folders, monkeypatch, out):
     def refuse(*args, **kwargs):
@@ -123,4 +137,4 @@ def test_the_report_has_one_table_of_ours_and_peers_and_a_plot(rows):
     (plot,) = section.plots
     assert plot.name == "ablation-resnet20-cifar10"
     assert "without energy" in plot.svg
-    assert plots.draw("ablation", rows, rows)[0].svg == plot.svg
+    assert plots.draw("ablation", rows)[0].svg == plot.svg

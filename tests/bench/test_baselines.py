@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +15,11 @@ from torch import nn
 
 from neuralmean.bench import baselines, protocols
 from neuralmean.bench.baselines.base import Method, View
+from neuralmean.bench.baselines.first_layers import FirstLayers
 from neuralmean.bench.baselines.measure import Meter, metered
 from neuralmean.bench.baselines.ours import NeuralMean
-from neuralmean.bench.baselines.trial import fit_method, run_trial, score_set
+from neuralmean.bench.baselines.parts import PartOfLayers
+from neuralmean.bench.baselines.trial import fit_method, run_trial, score_set, sources
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.features import Features, compute
 from neuralmean.bench.models import TrainedModel
@@ -116,6 +122,28 @@ class TestRegistry:
             baselines.resolve(["mspp"], ["energy", "msp"])
 
 
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("msp", (0, 0)),
+        ("odin", (100, 100)),
+        ("mahalanobis", (6000, 100)),
+        ("gram", (6000, 0)),
+        ("cntk", (100, 0)),
+        ("scntk", (100, 0)),
+        ("oe", (1024, 1024)),
+        ("acet", (1024, 0)),
+        ("g-odin", (1024, 0)),
+        ("1d", (2000, 0)),
+        ("good", (4096, 4096)),
+        ("dk", (5000, 0)),
+        ("ours-mlp", (6000, 5998)),
+    ],
+)
+def test_a_method_says_how_many_of_the_images_it_uses(name, used, trained):
+    assert baselines.make(name).n_used(trained, 6000, 5998) == used
+
+
 @pytest.mark.parametrize("name", baselines.names())
 class TestEveryMethod:
     def test_it_says_what_it_is(self, name):
@@ -174,6 +202,19 @@ class TestOurs:
             )
         np.testing.assert_allclose(scores, (test - fit.mean(dim=0)).abs().mean(dim=1).numpy(), rtol=1e-4)
 
+        assert method.n_used(bare, 30, 30) == (30, 0)
+
+    def test_with_buffers_and_nothing_to_learn_no_image_is_read(self, trained, draw):
+        def refuse(images, *, variance):
+            raise AssertionError("nothing is learnt from images")
+
+        method = baselines.make("ours-avg")
+        cost = fit_method(method, trained, draw, refuse)
+        assert cost.passes == 0
+        assert method.n_used(trained, 30, 30) == (0, 0)
+        assert NeuralMean("average", statistic="both").n_used(trained, 30, 30) == (30, 0)
+        assert baselines.make("ours-lr").n_used(trained, 30, 20) == (30, 20)
+
     def test_both_statistics_are_standardised_on_the_inliers(self, trained, draw):
         method = NeuralMean("average", statistic="both")
         fit_method(method, trained, draw, reader_of(trained))
@@ -226,6 +267,21 @@ class TestView:
         torch.testing.assert_close(view.feature, compute(trained, images).feature[torch.from_numpy(rows)])
         torch.testing.assert_close(torch.cat(list(view.batches(2))), trained.preprocess(images.images[rows]))
         assert len(view) == 3
+
+    def test_a_part_of_a_view_is_its_rows_in_the_order_asked_for(self, trained):
+        images = make_images(9, seed=0, name="x", split="train")
+        view = View(
+            trained,
+            images,
+            np.array([1, 4, 7]),
+            reads=frozenset({"images", "feature"}),
+            reader=reader_of(trained),
+            meter=Meter(),
+        )
+        part = view.take(np.array([2, 0]))
+        assert len(part) == 2
+        np.testing.assert_array_equal(part.pixels, images.images[[7, 1]])
+        torch.testing.assert_close(part.feature, compute(trained, images).feature[[7, 1]])
 
     def test_a_set_without_labels_says_so(self, trained):
         images = ImageSet.of(np.zeros((2, 32, 32, 3), np.uint8), None, name="textures", split="test")
@@ -290,6 +346,18 @@ class TestCost:
             _ = view.logits, view.logits
         assert watch.cost.passes == 2
         assert 10.0 <= watch.cost.seconds < 11.0
+
+    def test_a_part_of_a_view_costs_its_part_and_nothing_once_the_whole_was_read(self, trained):
+        images, costs = make_images(10, seed=0, name="x", split="train"), []
+        for whole_first in (False, True):
+            with metered(trained.model) as watch:
+                view = View(
+                    trained, images, None, reads=frozenset({"logits"}), reader=reader_of(trained), meter=watch.meter
+                )
+                _ = view.logits if whole_first else None
+                _ = view.take(np.arange(3)).logits
+            costs.append(watch.cost.passes)
+        assert costs == [3, 10]
 
     def test_passes_run_to_fill_the_cache_are_not_counted_twice(self, trained, judged, draw):
         _, cost = score_set(baselines.make("msp"), trained, judged[0], reader_of(trained))
@@ -389,6 +457,20 @@ class TestTrial:
         Looking.uses_outliers = True
         run_trial(Looking, trained, draw, judged[:1], reader_of(trained))
         assert seen == [True, False]
+
+    def test_kept_scores_belong_to_all_the_code_that_a_method_can_reach(self):
+        code = (
+            "import sys, neuralmean.bench.baselines.trial, neuralmean.bench.baselines.parts\n"
+            "for name, module in list(sys.modules.items()):\n"
+            "    if name.split('.')[0] == 'neuralmean': print(module.__file__)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        loaded = {Path(line) for line in done.stdout.split()}
+        assert any(path.match("bench/train/loop.py") for path in loaded)
+        assert loaded <= set(sources())
+        kinds = [type(baselines.make(name)) for name in baselines.names()]
+        assert {Path(inspect.getfile(kind)) for kind in (*kinds, FirstLayers, PartOfLayers)} <= set(sources())
+        assert not any("experiments" in path.parts for path in sources())
 
     def test_methods_that_need_logits_do_not_suit_a_model_without_classes(self, trained):
         from dataclasses import replace

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from neuralmean.bench import baselines
-from neuralmean.bench.baselines import nac
+from neuralmean.bench.baselines import adapter, nac
 from neuralmean.bench.baselines.adapter import at_most, detector_class
 from neuralmean.bench.baselines.base import Context, View
 from neuralmean.bench.baselines.dk import likeliest_bandwidth
@@ -19,6 +19,7 @@ from neuralmean.bench.baselines.gen import generalised_entropy
 from neuralmean.bench.baselines.heads import read_head
 from neuralmean.bench.baselines.knn import neighbours
 from neuralmean.bench.baselines.measure import Meter
+from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.features import Features
 from neuralmean.bench.models import TrainedModel
@@ -70,14 +71,14 @@ def examples():
     return make_features(EXAMPLES, 1)[0]
 
 
-def view_of(method, trained, feature, labels=None):
+def view_of(method, trained, feature, labels=None, meter=None):
     def read(images, *, variance):
         logits = trained.model.fc(feature).detach()
         return Features((), torch.zeros(len(feature), 0), None, logits, feature, 0.0)
 
     pixels = np.zeros((len(feature), 32, 32, 3), np.uint8)
     images = ImageSet.of(pixels, None if labels is None else labels.numpy(), name="x", split="train")
-    return View(trained, images, None, reads=method.reads, reader=read, meter=Meter())
+    return View(trained, images, None, reads=method.reads, reader=read, meter=meter or Meter())
 
 
 def fit(name, trained, inliers, outliers=None):
@@ -179,6 +180,32 @@ def test_the_share_is_the_one_that_does_best_on_the_outliers_of_the_protocol(nam
     assert quality[method.percentile] == pytest.approx(max(quality.values()))
 
 
+@pytest.mark.parametrize(("name", "module"), [("ash", adapter), ("scale", adapter), ("react", adapter), ("nac", nac)])
+def test_what_is_tuned_on_is_drawn_from_sets_that_are_ordered_by_class(name, module, trained, monkeypatch):
+    inliers, outliers = make_features(100, 0)[0], make_features(100, 5)[0]
+    inliers[:50], outliers[:50] = 0.0, 0.0  # all images of the first class look alike and have one score
+    seen = []
+    evaluate = module.evaluate
+    monkeypatch.setattr(module, "evaluate", lambda *scores: seen.append(scores) or evaluate(*scores))
+    monkeypatch.setattr(module, "TUNED_ON", 20)
+    fit(name, trained, (inliers, torch.zeros(100, dtype=torch.int64)), outliers)
+    inside, outside = seen[0]
+    assert len(inside) == len(outside) == 20
+    assert len(set(inside.tolist())) > 1
+    assert len(set(outside.tolist())) > 1
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_a_fit_costs_as_many_passes_as_it_says_it_uses_images(name, trained):
+    method, meter = baselines.make(name), Meter()
+    (inliers, labels), (outliers, _) = make_features(1100, 0), make_features(1050, 5)
+    outside = view_of(method, trained, outliers, meter=meter) if method.uses_outliers else None
+    method.fit(Context(trained, view_of(method, trained, inliers, labels, meter), outside, seed=0))
+    expected = {"react": (1100, 1000), "ash": (1000, 1000), "scale": (1000, 1000), "nac": (1100, 1000)}
+    assert method.n_used(trained, 1100, 1050) == expected.get(name, (1100, 0))
+    assert meter.cost(0.0, None).passes == sum(expected.get(name, (1100, 0)))
+
+
 def test_at_least_one_activation_of_a_small_feature_is_kept():
     assert at_most(0.65, 64) == 0.65
     assert at_most(0.65, 2) == 0.5
@@ -275,12 +302,13 @@ def test_nac_is_minus_the_mean_coverage_of_the_states(trained, inliers, examples
 def test_nac_has_the_parameters_that_do_best_on_the_outliers_of_the_protocol(trained, inliers):
     outliers = make_features(40, 5, shift=3.0)[0]
     method = fit("nac", trained, inliers, outliers)
-    head, held = read_head(trained), INLIERS // 5
+    head, parts = read_head(trained), hold_out(INLIERS, seed=0, share=0.2)
+    assert len(parts.validation) == INLIERS // 5
     pulls = nac.pull(inliers[0], head)
 
     def quality(steepness, bins, enough):
-        coverage = nac.Coverage.of(pulls[held:], steepness, bins, enough)
-        inside, outside = coverage.score(pulls[:held]), coverage.score(nac.pull(outliers, head))
+        coverage = nac.Coverage.of(pulls[parts.rest], steepness, bins, enough)
+        inside, outside = coverage.score(pulls[parts.validation]), coverage.score(nac.pull(outliers, head))
         return ((outside[None] > inside[:, None]).double() + 0.5 * (outside[None] == inside[:, None])).mean().item()
 
     chosen = (method.coverage.steepness, method.coverage.counts.shape[1], method.coverage.enough)

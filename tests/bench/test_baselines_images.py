@@ -173,6 +173,11 @@ class TestPerturbation:
         assert (parts.validation != other.validation).any()
         assert len(hold_out(1000, seed=0).validation) == 100
 
+    def test_images_that_a_copy_is_trained_on_are_among_those_held_out(self, trained, draw):
+        view = View(trained, draw.inliers.source, None, reads=frozenset({"images"}), reader=no_features, meter=Meter())
+        _, rows = finetune._pixels(view, Budget(images=5), seed=3)
+        assert set(rows.tolist()) < set(hold_out(30, seed=3, share=1.0, most=9).validation.tolist())
+
     def test_quality_is_tnr95_then_auroc(self):
         assert quality(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])) == (50.0, 75.0)
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from neuralmean.bench import report
+from neuralmean.bench import gaps, plots, report
+from neuralmean.bench.experiments import paper
 from neuralmean.bench.results import make_row, write_rows
 from neuralmean.errors import ArtefactError, InputError, MissingExtraError
 
@@ -171,6 +172,128 @@ def test_of_several_seeds_a_scatter_shows_the_first():
     sections = {section.name: section for section in report.build(ROWS)}
     assert len(sections["untrained"].plots) == 1
     assert "AUROC above each panel" in sections["untrained"].plots[0].svg
+
+
+class TestSeveralRuns:
+    def rows(self, *changes):
+        base = [
+            row("zero-shot", "resnet56", ood, "energy", auroc) for ood, auroc in (("svhn", 90.0), ("cifar100", 80.0))
+        ]
+        return [
+            {**one, "auroc": one["auroc"] + place, **change} for place, change in enumerate(changes) for one in base
+        ]
+
+    def test_rows_of_one_run_are_called_by_their_method(self):
+        overview, detail = report.build(self.rows({"seed": 3, "limit": 200}))[0].tables
+        assert [line[0] for line in overview.rows] == ["Energy"]
+        assert {line[1] for line in detail.rows} == {"Energy"}
+
+    def test_seeds_and_limits_are_named_where_they_vary_and_have_lines_of_their_own(self):
+        overview, detail = report.build(self.rows({"seed": 0}, {"seed": 1}, {"seed": 0, "limit": 200}))[0].tables
+        assert [line[:3] for line in overview.rows] == [
+            ("Energy, seed 0", "90.0", "80.0"),
+            ("Energy, seed 1", "91.0", "81.0"),
+            ("Energy, seed 0, limit 200", "92.0", "82.0"),
+        ]
+        assert len({(line[0], line[1]) for line in detail.rows}) == len(detail.rows) == 6
+
+    def test_the_seeds_of_random_weights_are_told_apart(self):
+        sections = {section.name: section for section in report.build(ROWS)}
+        labels = [line[1] for line in sections["untrained"].tables[0].rows]
+        assert labels == ["Ours-Avg, batch 8, seed 1", "Ours-Avg, batch 8, seed 0"]
+
+    def test_each_run_of_latency_has_a_table_under_its_own_caption(self):
+        slow = {**timed("msp", 20.0, 87.0), "seed": 1, "repeats": 10, "threads": 1}
+        first, second = report.build([timed("msp", 10.0, 87.0), {**timed("knn", 11.0, 88.0), "repeats": 10}, slow])[
+            0
+        ].tables
+        assert first.caption.startswith("ResNet-56, CIFAR-10 against CIFAR-100, seed 0; 2 threads, ")
+        assert first.caption.endswith("median of 10 to 200 images")
+        assert [line[0] for line in first.rows] == ["Plain pass", "MSP", "KNN"]
+        assert second.caption.startswith("ResNet-56, CIFAR-10 against CIFAR-100, seed 1; 1 threads, ")
+        assert [line[4] for line in second.rows] == ["10.0", "20.0"]
+
+    def test_a_plot_shows_the_largest_limit_and_its_first_seed(self):
+        rows = self.rows({"seed": 0, "limit": 100}, {"seed": 2, "limit": 200}, {"seed": 1, "limit": 200})
+        shown, words = plots.one_run(rows)
+        assert [one["auroc"] for one in shown] == [92.0, 82.0]
+        assert words == ", seed 1, limit 200"
+        assert plots.one_run([*rows, {**rows[0], "limit": None}])[0][0]["limit"] is None
+        assert plots.one_run(rows[:2]) == (rows[:2], "")
+
+    def test_a_ladder_is_not_a_mean_over_runs(self):
+        (plot,) = plots.draw("ablation", self.rows({"seed": 0}, {"seed": 1}))
+        assert ">85.0<" in plot.svg
+        assert "seed 0" in plot.svg
+
+    def test_every_model_has_its_own_plot_of_layers(self):
+        layers = [one for one in ROWS if one["experiment"] == "layers"]
+        drawn = plots.draw("layers", [*layers, *({**one, "model": "resnet20"} for one in layers)])
+        assert [plot.name for plot in drawn] == ["layers", "layers-resnet20-cifar10"]
+
+    def test_the_summary_says_that_some_rows_are_a_quick_look(self):
+        assert "A quick look: at most 200 images" in report._summary(self.rows({"limit": 200}))
+        assert "Some rows are a quick look: at most 200" in report._summary(self.rows({"limit": 200}, {"limit": None}))
+
+
+def as_rows(cells, **changes):
+    return [
+        {
+            **row(one.experiment, one.model, one.ood, one.method, one.auroc, inside=one.id, setting=one.setting),
+            **changes,
+        }
+        for one in cells
+    ]
+
+
+class TestNotMeasured:
+    def cells(self, experiment):
+        return [cell for cell in paper.PRINTED if cell.experiment == experiment]
+
+    def test_nothing_is_said_where_every_cell_has_a_row(self):
+        for experiment in {cell.experiment for cell in paper.PRINTED}:
+            assert gaps.not_measured(experiment, as_rows(self.cells(experiment))) == ""
+
+    def test_cells_are_grouped_by_model_then_by_set_then_by_method(self):
+        there = [
+            cell
+            for cell in self.cells("transfer")
+            if cell.model in ("densenet100", "vgg19") and cell.ood in ("svhn", "textures") and cell.method == "ours-lr"
+        ]
+        assert gaps.not_measured("transfer", as_rows(there)) == (
+            "Not measured here, of the paper's Table 2: ResNet-34, ResNet-34 (self) and ViT; LSUN-C and ImageNet-C with VGG-19 "
+            "and DenseNet-100; Ours-MLP with VGG-19 and DenseNet-100."
+        )
+
+    def test_a_single_cell_is_named_and_so_are_id_sets_where_there_are_several(self):
+        lost = [
+            cell
+            for cell in self.cells("more-datasets")
+            if (cell.id, cell.ood, cell.method) == ("svhn", "cifar10", "odin")
+        ]
+        assert len(lost) == 1
+        rest = [cell for cell in self.cells("more-datasets") if cell not in lost]
+        said = gaps.not_measured("more-datasets", as_rows(rest))
+        assert said == "Not measured here, of the paper's Table 3: ODIN on CIFAR-10 with ResNet-34 (SVHN as ID)."
+
+    def test_a_stand_in_counts_as_measured(self):
+        cells = [cell for cell in self.cells("zero-shot") if cell.ood != "isun"]
+        said = gaps.not_measured("zero-shot", as_rows(cells, model="resnet20"))
+        assert said == "Not measured here, of the paper's Table 6: iSUN."
+
+    def test_a_table_of_which_nothing_was_measured(self):
+        rows = as_rows(self.cells("batch-size"), setting="batch 8")
+        assert gaps.not_measured("batch-size", rows) == "Not measured here, of the paper's Sec. 3.2: all of it."
+
+    def test_methods_without_times_are_named(self):
+        rows = [timed(line.method, 1.0, 90.0) for line in paper.TIMINGS if line.method not in ("plain", "gram", "good")]
+        assert gaps.not_measured("latency", rows) == "Not measured here, of the paper's Table 5: Gram and GOOD."
+
+    def test_it_stands_under_the_experiment(self, markdown):
+        assert "Not measured here, of the paper's Table 6: iSUN, Texture, LSUN-C and ImageNet-C;" in markdown
+
+    def test_an_experiment_without_printed_cells_says_nothing(self):
+        assert gaps.not_measured("layers", []) == ""
 
 
 def test_text_from_a_file_is_escaped(tmp_path):

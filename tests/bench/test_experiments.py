@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from neuralmean.bench.experiments.batch_size import batch_scores
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.jobs import Piece, Settings, run_at_once
 from neuralmean.bench.experiments.layers import first_counts
+from neuralmean.bench.experiments.remarks import REMARKS
 from neuralmean.bench.experiments.workbench import Sizes, Workbench
+from neuralmean.bench.features import Store
 from neuralmean.bench.protocols import few_shot
 from neuralmean.bench.results import COLUMNS, Results
 from neuralmean.errors import InputError, NeuralMeanWarning
@@ -129,6 +132,38 @@ def test_latency_has_times_beside_the_plain_pass(rows):
         assert row["passes_per_image"] >= 1
 
 
+def test_rows_say_how_many_images_the_fits_used(rows):
+    used = {row["method"]: (row["n_fit_id"], row["n_fit_ood"]) for row in of(rows, "latency")}
+    assert used == {"msp": (0, 0), "energy": (0, 0), "ours-avg": (0, 0), "ours-lr": (50, 50)}
+    (average,) = [row for row in of(rows, "latency") if row["method"] == "ours-avg"]
+    assert average["fit_passes"] == 0
+
+
+def test_latency_times_fits_by_the_clock_of_the_run(folders, tmp_path, monkeypatch):
+    read = Store.read
+
+    def read_what_took_long(self, *args, **kwargs):
+        return replace(read(self, *args, **kwargs), seconds=1e6)
+
+    monkeypatch.setattr(Store, "read", read_what_took_long)
+    monkeypatch.setattr(latency, "ENOUGH_SECONDS", 0.0)
+    where = {"data": folders / "data", "weights": folders / "weights", "out": tmp_path / "rows.json"}
+    rows = experiments.run(["latency"], limit=50, methods=["knn", "ours-lr"], cache=folders / ".rows-cache", **where)
+    assert [row["fit_passes"] for row in rows] == [50, 100]
+    assert all(0 < row["fit_seconds"] < 1000 for row in rows)
+
+
+def test_mini_batches_are_drawn_by_the_seed_of_the_run(rows, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(untrained, "SEEDS", (0,))
+    where = {"data": folders / "data", "weights": folders / "weights", "out": tmp_path / "rows.json"}
+    names = ["batch-size", "untrained"]
+    others = experiments.run(names, limit=50, seed=1, cache=folders / ".rows-cache", **where)
+    for name in names:
+        scores = [{row["setting"]: row["id_scores"] for row in of(some, name)} for some in (rows, others)]
+        assert {row["seed"] for row in of(others, name)} == {1}
+        assert all(scores[0][setting] != scores[1][setting] for setting in scores[0])
+
+
 def test_a_second_run_computes_nothing(rows, folders, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("computed again")
@@ -204,6 +239,20 @@ def test_table_experiments_run_under_their_protocols(folders, tmp_path, monkeypa
     assert by_name["zero-shot", "svhn", "energy"]["auroc"] == by_name["full-access", "svhn", "energy"]["auroc"]
 
 
+def test_few_shot_gives_gram_fifty_inliers_as_the_paper_does(folders, tmp_path, monkeypatch):
+    fitted = {}
+
+    def look(self, facts, method, draws, inside, outside):
+        fitted[method] = {(len(draw.inliers), len(draw.outliers)) for draw in draws}
+
+    monkeypatch.setattr(Workbench, "compare", look)
+    small = cases(["resnet20"], "cifar10", ["svhn"])
+    monkeypatch.setattr(experiments.get("few-shot"), "cases", small, raising=False)
+    where = {"data": folders / "data", "weights": folders / "weights", "out": tmp_path / "rows.json"}
+    experiments.run(["few-shot"], methods=["gram", "odin", "ours-lr"], **where)
+    assert fitted == {"gram": {(50, 25)}, "odin": {(25, 25)}, "ours-lr": {(25, 25)}}
+
+
 def without_times(rows):
     times = ("seconds", "score_ms_per_image", "peak_mb", "ratio", "latency_ms", "plain_ms", "repeats")
     kept = [{key: value for key, value in row.items() if not key.endswith(times)} for row in rows]
@@ -276,6 +325,15 @@ def test_a_heavy_method_gets_fewer_draws_and_images_and_is_left_out_on_a_slow_mo
     assert not leaves_out(baselines.make("energy"), "densenet100")
     assert not experiments.get("full-access").leaves_out(baselines.make("odin"), "densenet100")
     assert experiments.get("full-access").leaves_out(baselines.make("oe"), "densenet100")
+
+
+def test_what_the_remark_on_all_methods_says_about_full_access_is_so():
+    learns = {name for name in experiments.get("methods").methods if baselines.make(name).uses_outliers}
+    full = experiments.get("full-access")
+    assert learns - set(full.methods) == {"react", "ash", "scale", "nac"}
+    tuned = {name for name in learns & set(full.methods) if full.leaves_out(baselines.make(name), "densenet100")}
+    assert tuned == {"oe", "energy-ft", "good"}
+    assert all(baselines.make(name).title.split(" ")[0] in REMARKS["methods"] for name in learns)
 
 
 class TestAvailable:
@@ -410,7 +468,7 @@ class TestPaper:
         by_table = {}
         for cell in paper.PRINTED:
             by_table[cell.where] = by_table.get(cell.where, 0) + 1
-        assert by_table == {"Table 1": 8, "Table 2": 40, "Table 3": 36, "Table 6": 30, "Sec. 5.7": 5, "Sec. 3.2": 1}
+        assert by_table == {"Table 1": 8, "Table 2": 40, "Table 3": 36, "Table 6": 30, "Sec. 5.7": 4, "Sec. 3.2": 1}
 
 
 def test_methods_of_every_experiment_are_unique_and_ours_are_there():
@@ -424,7 +482,7 @@ def test_the_live_reader_gives_what_the_cache_gives(folders):
     from neuralmean.bench.features import compute
 
     trained = Inputs(folders / "data", folders / "weights").trained("resnet20", "cifar10")
-    images = Inputs(folders / "data", folders / "weights").test_part("svhn").take(slice(0, 2))
+    images = Inputs(folders / "data", folders / "weights").test_part("svhn").take(slice(0, 23))  # more than a batch
     kept = compute(trained, images, variance=True)
     for reads in ({"logits"}, {"feature"}, {"means", "logits"}, {"means", "variances", "feature"}):
         live = latency.LiveReader(trained, frozenset(reads))(images, variance="variances" in reads)

@@ -114,6 +114,20 @@ class TestProtocols:
         assert len({draw.inliers.digest() for draw in draws}) == 10
         assert [draw.seed for draw in draws] == list(range(10))
 
+    def test_few_shot_with_another_seed_shares_no_draw(self):
+        inside, outside = fit_set(), fit_set(seed=1, name="svhn")
+        first, second = ([draw.seed for draw in protocols.few_shot(inside, outside, seed=seed)] for seed in (0, 1))
+        assert not set(first) & set(second)
+
+    def test_draws_may_get_more_inliers_those_that_were_there_among_them(self):
+        inside = fit_set()
+        draws = protocols.few_shot(inside, fit_set(seed=1, name="svhn"))
+        more = protocols.with_inliers(draws, inside, 50)
+        for few, many in zip(draws, more, strict=True):
+            assert (len(many.inliers), many.outliers, many.seed) == (50, few.outliers, few.seed)
+            assert set(few.inliers.rows.tolist()) < set(many.inliers.rows.tolist())
+        assert len(protocols.with_inliers(draws, inside, 99)[0].inliers) == 60
+
     def test_few_shot_without_draws_is_an_error(self):
         with pytest.raises(InputError, match=r"Expected `draws` to be at least 1, but got 0"):
             protocols.few_shot(fit_set(), fit_set(seed=1), draws=0)

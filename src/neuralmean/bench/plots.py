@@ -1,16 +1,18 @@
 """The paper's figures, drawn from rows: bars of AUROC, scatter of mini-batches, layers, time against AUROC.
 
-Every plot comes back as SVG text; the same rows give the same text.
+Every plot comes back as SVG text; the same rows give the same text. A plot shows one run of a model: of several limits
+the largest, of several seeds the first, and its heading says which. Tables have them all.
 """
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from neuralmean.bench import baselines, data, models
+from neuralmean.bench import titles
 from neuralmean.bench.results import Row
 from neuralmean.errors import MissingExtraError
 
@@ -27,35 +29,52 @@ class Plot:
     svg: str
 
 
-def draw(experiment: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> list[Plot]:
-    """Return the plots of one experiment.
-
-    Args:
-        experiment: Its name.
-        rows: Its rows.
-        all_rows: All rows, for a plot that shows two experiments side by side.
-    """
-    if experiment in ("batch-size", "untrained"):
-        return _scatters(experiment, rows)
-    if experiment == "layers":
-        return [_layers(rows)]
-    if experiment == "latency":
-        return [_latency(rows)]
+def draw(experiment: str, rows: Sequence[Row]) -> list[Plot]:
+    """Return the plots of one experiment, given its rows."""
     if experiment == "variance":
         return []
     crowded = len({row["method"] for row in rows}) > MOST_BARS
-    if experiment == "ablation" or crowded:
-        return [_ladder(experiment, model, inside, rows) for model, inside in _pairs(rows)]
-    return [_bars(experiment, model, inside, rows) for model, inside in _pairs(rows)]
+    found: list[Plot] = []
+    for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
+        shown, which = one_run(own)
+        if experiment in ("batch-size", "untrained", "layers", "latency"):
+            drawn = _of_one_model(experiment, shown, which)
+            found += [replace(plot, name=f"{plot.name}-{model}-{inside}") for plot in drawn] if found else drawn
+        else:
+            title = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID{which}"
+            bars = _ladder if experiment == "ablation" or crowded else _bars
+            found.append(bars(f"{experiment}-{model}-{inside}", title, shown))
+    return found
 
 
-def _pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row["model"], row["id"]) for row in rows))
+def one_run(rows: Sequence[Row]) -> tuple[list[Row], str]:
+    """Return the rows of the largest limit and, of these, of the first seed, and words for which ones these are.
+
+    The words are empty where there is no choice.
+    """
+    limit = max(rows, key=_limit_of).get("limit")
+    kept = [row for row in rows if row.get("limit") == limit]
+    seed = min(row["seed"] for row in kept)
+    words = f", seed {seed}" if len({row["seed"] for row in rows}) > 1 else ""
+    if limit is not None and any(row.get("limit") != limit for row in rows):
+        words += f", limit {limit}"
+    return [row for row in kept if row["seed"] == seed], words
 
 
-def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot:
+def _limit_of(row: Row) -> float:
+    return math.inf if row.get("limit") is None else float(row["limit"])
+
+
+def _of_one_model(experiment: str, rows: Sequence[Row], which: str) -> list[Plot]:
+    if experiment == "layers":
+        return [_layers(rows, which)]
+    return [_latency(rows, which)] if experiment == "latency" else _scatters(experiment, rows, which)
+
+
+def _bars(name: str, title: str, rows: Sequence[Row]) -> Plot:
     """AUROC of every method for every OOD set, as in figures 4 to 6."""
-    own = [row for row in rows if (row["model"], row["id"]) == (model, inside) and row["auroc"] is not None]
+    own = [row for row in rows if row["auroc"] is not None]
     oods = list(dict.fromkeys(row["ood"] for row in own))
     methods = list(dict.fromkeys(row["method"] for row in own))
     cells = {(row["method"], row["ood"]): row for row in own}
@@ -68,27 +87,26 @@ def _bars(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot
             [row["auroc"] for _, row in there],
             width,
             yerr=[row.get("auroc_std", 0.0) for _, row in there],
-            label=_title(method),
+            label=titles.of_method(method),
             error_kw={"linewidth": 0.8},
         )
-    axes.set_xticks(range(len(oods)), [_set(ood) for ood in oods])
+    axes.set_xticks(range(len(oods)), [titles.of_set(ood) for ood in oods])
     axes.axhline(50, color="#999", linewidth=0.8, linestyle=":")
     axes.set_ylim(min(40.0, *(row["auroc"] for row in own)) - 2, 101)
     axes.set_ylabel("AUROC, %")
-    axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
+    axes.set_title(title, fontsize=10)
     figure.legend(fontsize=7, ncols=min(6, len(methods)), loc="outside lower center", frameon=False)
-    alt = f"Bars of AUROC by method and OOD set, {_model(model)} on {_set(inside)}"
-    return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
+    return Plot(name, f"Bars of AUROC by method and OOD set, {title}", _svg(figure))
 
 
-def _ladder(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Plot:
+def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:
     """Mean AUROC over the OOD sets: peers, ours, and where they were measured parts of ours, one bar each."""
     found: dict[str, list[float]] = {}
     ours: dict[str, bool] = {}
     for row in rows:
-        if (row["model"], row["id"]) == (model, inside) and row["auroc"] is not None:
+        if row["auroc"] is not None:
             setting = row.get("setting")
-            label = setting or _title(row["method"])
+            label = setting or titles.of_method(row["method"])
             found.setdefault(label, []).append(row["auroc"])
             ours[label] = str(row["method"]).startswith("ours")
     means = {label: sum(values) / len(values) for label, values in found.items()}
@@ -102,22 +120,22 @@ def _ladder(experiment: str, model: str, inside: str, rows: Sequence[Row]) -> Pl
     axes.invert_yaxis()
     axes.set_xlim(min(60.0, *means.values(), 100.0) - 2, 101)
     axes.set_xlabel("mean AUROC over the OOD sets, %", fontsize=8)
-    axes.set_title(f"{_model(model)}, {_set(inside)} as ID", fontsize=10)
-    alt = f"Mean AUROC of peers and of ours, {_model(model)} on {_set(inside)}"
-    return Plot(f"{experiment}-{model}-{inside}", alt, _svg(figure))
+    axes.set_title(title, fontsize=10)
+    return Plot(name, f"Mean AUROC of peers and of ours, {title}", _svg(figure))
 
 
-def _scatters(experiment: str, rows: Sequence[Row]) -> list[Plot]:
-    """Scores of mini-batches, one panel a batch size, as in figures 3 and 8; of several seeds the first."""
+def _scatters(experiment: str, rows: Sequence[Row], which: str) -> list[Plot]:
+    """Scores of mini-batches, one panel a batch size, as in figures 3 and 8."""
     found = []
     for kind, ood in dict.fromkeys((row["kind"], row["ood"]) for row in rows):
         own = [row for row in rows if (row["kind"], row["ood"]) == (kind, ood)]
-        own = [row for row in own if row["seed"] == min(r["seed"] for r in own)]
         own.sort(key=lambda row: row["batch_size"])
         figure, axes = _figure(width=2.2 * len(own), height=2.6, columns=len(own))
         for panel, row in zip(axes if len(own) > 1 else [axes], own, strict=True):
-            panel.scatter(range(len(row["id_scores"])), row["id_scores"], s=5, color=GREEN, label=_set(row["id"]))
-            panel.scatter(range(len(row["ood_scores"])), row["ood_scores"], s=5, color=RED, label=_set(ood))
+            panel.scatter(
+                range(len(row["id_scores"])), row["id_scores"], s=5, color=GREEN, label=titles.of_set(row["id"])
+            )
+            panel.scatter(range(len(row["ood_scores"])), row["ood_scores"], s=5, color=RED, label=titles.of_set(ood))
             panel.set_title(f"batch of {row['batch_size']}: {row['auroc']:.1f}", fontsize=9)
             panel.tick_params(labelsize=7)
             panel.set_xticks([])
@@ -125,13 +143,13 @@ def _scatters(experiment: str, rows: Sequence[Row]) -> list[Plot]:
         first.set_ylabel("mean |NMD|", fontsize=8)
         first.legend(fontsize=7, frameon=False)
         words = "random weights, " + kind if experiment == "untrained" else "trained"
-        figure.suptitle(f"{_model(own[0]['model'])}, {words}; AUROC above each panel", fontsize=9)
-        alt = f"Scores of mini-batches of {_set(own[0]['id'])} and {_set(ood)}, {words}"
+        figure.suptitle(f"{titles.of_model(own[0]['model'])}, {words}{which}; AUROC above each panel", fontsize=9)
+        alt = f"Scores of mini-batches of {titles.of_set(own[0]['id'])} and {titles.of_set(ood)}, {words}"
         found.append(Plot(f"{experiment}-{ood}-{kind.replace(' ', '-')}", alt, _svg(figure)))
     return found
 
 
-def _layers(rows: Sequence[Row]) -> Plot:
+def _layers(rows: Sequence[Row], which: str) -> Plot:
     """Importance of each layer above, AUROC of the first k layers below, as in figure 7."""
     oods = list(dict.fromkeys(row["ood"] for row in rows))
     figure, axes = _figure(width=4.5 * len(oods), height=5.0, columns=len(oods), lines=2, squeeze=False)
@@ -140,7 +158,8 @@ def _layers(rows: Sequence[Row]) -> Plot:
         importance: dict[str, float] = next((row["importance"] for row in own if "importance" in row), {})
         top, bottom = axes[0][column], axes[1][column]
         top.bar(range(1, len(importance) + 1), list(importance.values()), color=colour)
-        top.set_title(f"{_set(own[0]['id'])} against {_set(ood)}", fontsize=10)
+        words = f"{titles.of_model(own[0]['model'])}, {titles.of_set(own[0]['id'])} against {titles.of_set(ood)}{which}"
+        top.set_title(words, fontsize=10)
         top.set_ylabel("mean |coefficient|", fontsize=8)
         bottom.plot([row["layers"] for row in own], [row["auroc"] for row in own], "o-", color=colour, markersize=3)
         bottom.set_xlabel("first k layers", fontsize=8)
@@ -149,7 +168,7 @@ def _layers(rows: Sequence[Row]) -> Plot:
     return Plot("layers", alt, _svg(figure))
 
 
-def _latency(rows: Sequence[Row]) -> Plot:
+def _latency(rows: Sequence[Row], which: str) -> Plot:
     """AUROC against the time to fit and against the time for one image, as in figure 1."""
     figure, axes = _figure(width=9.0, height=4.6, columns=2)
     panels = (("fit_seconds", "time to fit, s"), ("ratio", "one image, times the plain forward pass"))
@@ -159,9 +178,10 @@ def _latency(rows: Sequence[Row]) -> Plot:
             panel.scatter([max(row[key], 0.1)], [row["auroc"]], color=RED if ours else BLUE, s=18)
         if key == "fit_seconds" or max(row[key] for row in rows) > 5:
             panel.set_xscale("log")
-        _label(panel, [(max(row[key], 0.1), row["auroc"], _title(row["method"])) for row in rows])
+        _label(panel, [(max(row[key], 0.1), row["auroc"], titles.of_method(row["method"])) for row in rows])
         panel.set_xlabel(label, fontsize=8)
         panel.set_ylabel("AUROC, %", fontsize=8)
+        panel.set_title(f"{titles.of_model(rows[0]['model'])}{which}", fontsize=9)
     axes[1].axvline(1.0, color="#999", linestyle=":", linewidth=0.8)
     alt = "AUROC against the time to fit and the time for one image; the dotted line is the plain forward pass"
     return Plot("latency", alt, _svg(figure))
@@ -217,15 +237,3 @@ def _svg(figure: Any) -> str:
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     whole = text.getvalue()
     return whole[whole.index("<svg") :]
-
-
-def _title(method: str) -> str:
-    return baselines.make(method).title if method in baselines.names() else method
-
-
-def _set(name: str) -> str:
-    return data.dataset(name).title if name in data.names() else name
-
-
-def _model(name: str) -> str:
-    return models.architecture(name).title if name in models.names() else name

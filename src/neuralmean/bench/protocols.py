@@ -149,11 +149,20 @@ def full_access(inliers: FitSet, outliers: FitSet, *, seed: int = 0) -> list[Dra
 
 
 def few_shot(inliers: FitSet, outliers: FitSet, *, shots: int = SHOTS, draws: int = DRAWS, seed: int = 0) -> list[Draw]:
-    """Only `shots` ID and `shots` OOD images are there; several draws, to tell luck from merit."""
+    """Only `shots` ID and `shots` OOD images are there; several draws, to tell luck from merit.
+
+    Another `seed` shares no draw with this one.
+    """
     if draws < 1:
         raise InputError(f"Expected `draws` to be at least 1, but got {draws!r}.")
-    seeds = range(seed, seed + draws)
+    seeds = range(seed * draws, (seed + 1) * draws)
     return [Draw("few-shot", inliers.draw(shots, seed=s), outliers.draw(shots, seed=s), s) for s in seeds]
+
+
+def with_inliers(draws: Sequence[Draw], inliers: FitSet, count: int) -> list[Draw]:
+    """The same draws with `count` ID images each, or all where there are fewer; those that were there stay."""
+    count = min(count, len(inliers))
+    return [replace(draw, inliers=inliers.draw(count, seed=draw.seed)) for draw in draws]
 
 
 def zero_shot(inliers: FitSet, *, seed: int = 0) -> list[Draw]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neuralmean.bench import baselines, data, experiments, models, plots
+from neuralmean.bench import experiments, gaps, plots, titles
 from neuralmean.bench.experiments import paper
 from neuralmean.bench.experiments.remarks import REMARKS
 from neuralmean.bench.results import Row, read_rows
@@ -22,7 +22,8 @@ DAGGER = "†"
 NOTHING, MINUS = "\u2013", "\u2212"
 _LEGEND = (
     "AUROC, TNR95 (share of OOD rejected when 95 % of ID is kept) and detection accuracy in percent; higher is better. "
-    "Brackets hold 95 % bootstrap intervals; ± is the standard deviation over draws. "
+    "Brackets hold 95 % bootstrap intervals; ± is the standard deviation over draws. ODIN and Mahalanobis are tuned on a draw "
+    "of at most 100 images of each kind: another draw can change their AUROC by several points, which brackets do not contain. "
     f"{DAGGER}: the paper's figure is for ResNet-34, of which no weights were at hand; ours is for the model named."
 )
 
@@ -45,6 +46,7 @@ class Section:
     title: str
     reference: str
     remark: str
+    gaps: str
     tables: tuple[Table, ...]
     plots: tuple[plots.Plot, ...]
 
@@ -96,8 +98,9 @@ def build(rows: Sequence[Row]) -> list[Section]:
                 experiment.title,
                 experiment.reference,
                 REMARKS.get(name, ""),
+                gaps.not_measured(name, own),
                 tuple(_tables(name, own)),
-                tuple(plots.draw(name, own, rows)),
+                tuple(plots.draw(name, own)),
             )
         )
     return sections
@@ -126,11 +129,12 @@ def _index(known: Sequence[Any], value: Any) -> int:
 
 def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
     if name == "latency":
-        return [_latency_table(rows)]
+        apart, runs = told_apart_by(rows), dict.fromkeys(_run_of(row) for row in rows)
+        return [_latency_table([row for row in rows if _run_of(row) == run], apart) for run in runs]
     tables = []
     for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
         own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
-        caption = f"{models.architecture(model).title}, {_set_title(inside)} as ID"
+        caption = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID"
         varied = any(row.get("setting") for row in own)
         if len({row["ood"] for row in own}) > 1 and (name == "ablation" or not varied):
             tables.append(_overview(caption, own))
@@ -140,16 +144,17 @@ def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
 
 def _overview(caption: str, rows: Sequence[Row]) -> Table:
     """AUROC of methods by OOD sets."""
+    apart = told_apart_by(rows)
     oods = list(dict.fromkeys(row["ood"] for row in rows))
-    methods = list(dict.fromkeys(label_of(row) for row in rows))
-    cells = {(label_of(row), row["ood"]): row["auroc"] for row in rows}
+    methods = list(dict.fromkeys(label_of(row, apart) for row in rows))
+    cells = {(label_of(row, apart), row["ood"]): row["auroc"] for row in rows}
     lines = []
     for method in methods:
         values = [cells.get((method, ood)) for ood in oods]
         known = [value for value in values if value is not None]
         mean = sum(known) / len(known) if known else None
         lines.append((method, *map(_percent, values), _percent(mean)))
-    columns = ("method", *map(_set_title, oods), "mean")
+    columns = ("method", *map(titles.of_set, oods), "mean")
     return Table(f"{caption}: AUROC at a glance", columns, tuple(lines), names=1)
 
 
@@ -169,7 +174,7 @@ def _detail(caption: str, rows: Sequence[Row]) -> Table:
         "images (ID / OOD)",
         "fitted on (ID / OOD)",
     )
-    lines = []
+    lines, apart = [], told_apart_by(rows)
     for row in rows:
         printed, mark = paper.beside(row), ""
         if printed is None:
@@ -179,11 +184,17 @@ def _detail(caption: str, rows: Sequence[Row]) -> Table:
             theirs = None if printed is None else getattr(printed, metric)
             figures += [_with_spread(row, metric), *_compare(row[metric], theirs, mark)]
         fitted = f"{row.get('n_fit_id') or 0:,} / {row.get('n_fit_ood') or 0:,}"
-        lines.append((_set_title(row["ood"]), label_of(row), *figures, f"{row['n_id']:,} / {row['n_ood']:,}", fitted))
+        judged = f"{row['n_id']:,} / {row['n_ood']:,}"
+        lines.append((titles.of_set(row["ood"]), label_of(row, apart), *figures, judged, fitted))
     return Table(caption, columns, tuple(lines), names=2)
 
 
-def _latency_table(rows: Sequence[Row]) -> Table:
+def _run_of(row: Row) -> tuple[Any, ...]:
+    """What rows share that were measured in one go."""
+    return tuple(row.get(key) for key in ("model", "id", "ood", "seed", "limit"))
+
+
+def _latency_table(rows: Sequence[Row], apart: Sequence[str]) -> Table:
     columns = (
         "method",
         "AUROC",
@@ -205,7 +216,7 @@ def _latency_table(rows: Sequence[Row]) -> Table:
         ratio = None if theirs is None or base is None else theirs.latency_ms / base
         lines.append(
             (
-                method_title(row["method"]),
+                titles.of_method(row["method"]),
                 _percent(row["auroc"]),
                 _number(row["fit_seconds"]),
                 _number(None if theirs is None else theirs.fit_seconds),
@@ -217,24 +228,31 @@ def _latency_table(rows: Sequence[Row]) -> Table:
                 _number(row["peak_mb"], 0),
             )
         )
-    title = models.architecture(first["model"]).title
-    where = f"{first['threads']} threads, {first['machine']}, median of {first['repeats']} images"
-    caption = f"{title}, {_set_title(first['id'])} against {_set_title(first['ood'])}; {where}"
+    sets = f"{titles.of_set(first['id'])} against {titles.of_set(first['ood'])}"
+    machines = " and ".join(dict.fromkeys(str(row["machine"]) for row in rows))
+    where = f"{_span(rows, 'threads')} threads, {machines}, median of {_span(rows, 'repeats')} images"
+    caption = f"{', '.join([titles.of_model(first['model']), sets, *_run_words(first, apart)])}; {where}"
     return Table(caption, columns, tuple(lines), names=1)
 
 
-def method_title(name: str) -> str:
-    """What a method is called in tables; its name, where it is not known any more."""
-    return baselines.make(name).title if name in baselines.names() else name
+def told_apart_by(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Which of seed and limit rows have to be told apart by: those that are not the same for all of them."""
+    return tuple(key for key in ("seed", "limit") if len({row.get(key) for row in rows}) > 1)
 
 
-def label_of(row: Row) -> str:
-    """What a row is called in tables: its method, and what is varied besides."""
-    return method_title(row["method"]) + (f", {row['setting']}" if row.get("setting") else "")
+def label_of(row: Row, apart: Sequence[str] = ()) -> str:
+    """What a row is called in tables: its method, what is varied besides, and what it is told apart by."""
+    setting = [str(row["setting"])] if row.get("setting") else []
+    return ", ".join([titles.of_method(row["method"]), *setting, *_run_words(row, apart)])
 
 
-def _set_title(name: str) -> str:
-    return data.dataset(name).title if name in data.names() else name
+def _run_words(row: Row, apart: Sequence[str]) -> list[str]:
+    return [f"{key} {row[key]}" for key in apart if row.get(key) is not None]
+
+
+def _span(rows: Sequence[Row], key: str) -> str:
+    low, high = min(row[key] for row in rows), max(row[key] for row in rows)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _percent(value: float | None) -> str:
@@ -263,9 +281,10 @@ def _compare(ours: float | None, theirs: float | None, mark: str) -> tuple[str, 
 
 def _summary(rows: Sequence[Row]) -> str:
     weights = sorted({str(row["weights"]) for row in rows if row.get("weights")})
-    sets = list(dict.fromkeys(_set_title(row[key]) for row in rows for key in ("id", "ood")))
+    sets = list(dict.fromkeys(titles.of_set(row[key]) for row in rows for key in ("id", "ood")))
     limits = sorted({row["limit"] for row in rows if row.get("limit")})
-    quick = f" A quick look: at most {limits[0]} images of a set." if limits else ""
+    some = "A quick look" if all(row.get("limit") for row in rows) else "Some rows are a quick look"
+    quick = f" {some}: at most {limits[-1]} images of a set." if limits else ""
     return (
         f"{len(rows)} rows of {len({row['experiment'] for row in rows})} experiments, on {', '.join(sets)}; "
         f"weights: {', '.join(weights)}.{quick}"
@@ -283,8 +302,7 @@ def to_markdown(sections: Iterable[Section], rows: Sequence[Row], plots_folder: 
     for section in sections:
         parts += [f"## {section.name}: {section.title}", f"The paper's {section.reference}."]
         parts += [f"![{plot.alt}]({plots_folder}/{plot.name}.svg)" for plot in section.plots]
-        if section.remark:
-            parts.append(section.remark)
+        parts += [text for text in (section.remark, section.gaps) if text]
         for table in section.tables:
             parts += [f"**{table.caption}**", _markdown_table(table)]
     return "\n\n".join(parts) + "\n"
@@ -306,7 +324,7 @@ def to_html(sections: Iterable[Section], rows: Sequence[Row]) -> str:
         body.append(f'<h2 id="{section.name}">{_text(section.name)}: {_text(section.title)}</h2>')
         body.append(f"<p>The paper's {_text(section.reference)}.</p>")
         body += [f'<figure role="img" aria-label="{_text(plot.alt)}">{plot.svg}</figure>' for plot in section.plots]
-        body.append(f"<p>{_text(section.remark)}</p>" if section.remark else "")
+        body += [f"<p>{_text(text)}</p>" for text in (section.remark, section.gaps) if text]
         body += [_html_table(table) for table in section.tables]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>neuralmean: results</title>'

@@ -77,8 +77,10 @@ def capturing(
 def stages(model: nn.Module, example: Tensor) -> list[Place]:
     """Return where a model's stages end: its first layer, and the last output at each resolution.
 
-    These are the places that Lee et al. 2018 and Sastry & Oore 2020 look at: the stem and the end of each group of
-    blocks. A model that keeps one resolution throughout (a transformer) gives four of its layers, evenly spaced.
+    These are nearly the places of Lee et al. 2018, the stem and the end of each group of blocks. Their code takes a
+    ResNet's stem after its batch norm and ReLU, here it is the convolution's output; and a DenseNet's blocks after the
+    transitions that follow them, here it is before. A model that keeps one resolution throughout (a transformer) gives
+    four of its layers, evenly spaced.
 
     Args:
         model: The model.

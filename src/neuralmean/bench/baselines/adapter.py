@@ -15,6 +15,7 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.heads import LinearHead, read_head
+from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.errors import MissingExtraError, NotFittedError
 from neuralmean.metrics import evaluate
 
@@ -71,13 +72,15 @@ class ShapedFeature(Method):
     """Base of methods that shape the penultimate feature, then take the energy of the head's logits.
 
     All have one parameter, a share of activations, which their authors choose by validation. So does this: it is the one
-    of the largest AUROC on the outliers of the protocol, which in the zero-shot protocol are crafted from ID images.
+    of the largest AUROC on at most 1,000 images of each kind, drawn from what the protocol gives; in the zero-shot
+    protocol the outliers are crafted from ID images.
 
     Attributes:
         detector: Name of pytorch-ood's class, which takes a feature for a feature map of one pixel.
         percentiles: What the parameter is chosen from.
         usual: The parameter where there are no outliers to choose by.
-        prunes: Whether the parameter is a share of each feature to leave out, so that some of it must remain.
+        prunes: Whether the parameter is a share of each feature to leave out, so that some of it must remain; else it is
+            a percentile of the activations of all inliers.
         percentile: What was chosen.
     """
 
@@ -88,16 +91,21 @@ class ShapedFeature(Method):
     percentile: float
     reads = frozenset({"feature"})
     uses_outliers = True
+    most_inliers: int | None = TUNED_ON
+    most_outliers = TUNED_ON
+    version = 2
 
     def __init__(self) -> None:
         self._detector: Any = None
 
     def fit(self, context: Context) -> None:
         """Read the head and choose the parameter."""
-        head, inliers = read_head(context.trained), _as_maps(context.inliers.feature)
-        self.percentile = self.usual
+        head, self.percentile = read_head(context.trained), self.usual
+        inliers = None if self.prunes else _as_maps(context.inliers.feature)
         if context.outliers is not None:
-            inside, outside = inliers[:TUNED_ON], _as_maps(context.outliers.feature[:TUNED_ON])
+            views = (context.inliers, context.outliers)
+            parts = [hold_out(len(view), seed=context.seed, most=TUNED_ON, share=1.0).validation for view in views]
+            inside, outside = (_as_maps(view.take(rows).feature) for view, rows in zip(views, parts, strict=True))
 
             def quality(percentile: float) -> float:
                 score = self._make(head, percentile, inliers).predict_feature_maps
@@ -113,11 +121,11 @@ class ShapedFeature(Method):
         scores: Tensor = self._detector.predict_feature_maps(_as_maps(examples.feature))
         return scores
 
-    def _make(self, head: LinearHead, percentile: float, inliers: Tensor) -> Any:
+    def _make(self, head: LinearHead, percentile: float, inliers: Tensor | None) -> Any:
         """Return the detector with a parameter; where it has a threshold, it is taken from the inliers."""
         share = at_most(percentile, head.weight.shape[1]) if self.prunes else percentile
         detector = detector_class(self.detector)(None, lambda maps: head(maps.flatten(1)), percentile=share)
-        if detector.requires_fit:
+        if inliers is not None:
             detector.fit_feature_maps(inliers, torch.zeros(len(inliers), dtype=torch.int64))
         return detector
 

@@ -108,6 +108,13 @@ class View:
         self._check("images")
         return self._images.images if self._rows is None else self._images.images[self._rows]
 
+    def take(self, rows: npt.NDArray[np.int64]) -> View:
+        """Return a view of some of the images, in the order asked for; what it reads costs no more than these."""
+        chosen = rows if self._rows is None else self._rows[rows]
+        part = View(self._trained, self._images, chosen, reads=self._reads, reader=self._reader, meter=self._meter)
+        part._features = self._features  # passes that were counted are not counted again
+        return part
+
     def batches(self, size: int = BATCH) -> Iterator[Tensor]:
         """Yield the images as the model wants them, shape (size, 3, 32, 32), on the model's device."""
         pixels = self.pixels
@@ -176,11 +183,14 @@ class Method:
         reads: What it reads of a set.
         uses_inliers: Whether `fit` learns from in-distribution images.
         uses_outliers: Whether `fit` learns from, or tunes on, OOD images.
+        most_inliers: How many in-distribution images `fit` uses at most; None for all that the protocol gives.
+        most_outliers: How many OOD images `fit` uses at most; None for all that the protocol gives.
+        few_shot_inliers: How many in-distribution images it gets in the few-shot protocol; None for as many as OOD ones.
         uses_gradients: Whether scoring takes gradients.
         fine_tunes: Whether `fit` trains a copy of the model.
         heavy: Whether a fit takes minutes rather than seconds.
         n_terms: Where the terms of a score are studied, how many: `score` then returns them, (N, n_terms); else 0.
-        version: Raise it when scores change, so that kept ones are not used.
+        version: Raise it when scores or what they cost change, so that kept ones are not used.
     """
 
     name: str
@@ -189,6 +199,9 @@ class Method:
     reads: frozenset[Read] = frozenset()
     uses_inliers: bool = True
     uses_outliers: bool = False
+    most_inliers: int | None = None
+    most_outliers: int | None = None
+    few_shot_inliers: int | None = None
     uses_gradients: bool = False
     fine_tunes: bool = False
     heavy: bool = False
@@ -205,3 +218,13 @@ class Method:
     def suits(self, trained: TrainedModel) -> bool:
         """Whether the method can work with the model; most need no more than what they read."""
         return trained.num_classes > 0 or not {"logits", "feature"} & self.reads
+
+    def learns_from_inliers(self, trained: TrainedModel) -> bool:
+        """Whether `fit` uses in-distribution images, given the model."""
+        return self.uses_inliers
+
+    def n_used(self, trained: TrainedModel, inliers: int, outliers: int) -> tuple[int, int]:
+        """How many of the in-distribution and of the OOD images that a protocol gives `fit` uses."""
+        n_id = inliers if self.most_inliers is None else min(inliers, self.most_inliers)
+        n_ood = outliers if self.most_outliers is None else min(outliers, self.most_outliers)
+        return n_id if self.learns_from_inliers(trained) else 0, n_ood if self.uses_outliers else 0

@@ -42,6 +42,7 @@ class Cntk(Method):
     title = "CNTK"
     paper = "Arora et al., On Exact Computation with an Infinitely Wide Neural Net, NeurIPS 2019"
     reads = frozenset({"images"})
+    most_inliers = INLIERS
     heavy = True
 
     def __init__(self) -> None:

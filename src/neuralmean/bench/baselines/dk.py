@@ -29,6 +29,8 @@ class DeepKernel(Method):
     title = "DK"
     paper = "Liu et al., Learning Deep Kernels for Non-Parametric Two-Sample Tests, ICML 2020"
     reads = frozenset({"feature"})
+    most_inliers = INLIERS
+    version = 2
 
     def __init__(self) -> None:
         self._inliers: Tensor | None = None
@@ -36,9 +38,8 @@ class DeepKernel(Method):
 
     def fit(self, context: Context) -> None:
         """Keep inliers and choose the bandwidth by them."""
-        feature = context.inliers.feature.double()
-        order = torch.randperm(len(feature), generator=torch.Generator().manual_seed(context.seed))
-        self._inliers = feature[order[:INLIERS]]
+        order = torch.randperm(len(context.inliers), generator=torch.Generator().manual_seed(context.seed))
+        self._inliers = context.inliers.take(order[:INLIERS].numpy()).feature.double()
         self.bandwidth = likeliest_bandwidth(self._inliers[:_CHUNK])
 
     def score(self, examples: View) -> Tensor:

@@ -112,6 +112,7 @@ class FineTuned(Method):
     budget = Budget()
 
     def __init__(self) -> None:
+        self.most_inliers = self.most_outliers = self.budget.images
         self._tuned: nn.Module | None = None
         self._trained: TrainedModel | None = None
 

@@ -33,6 +33,7 @@ class Gram(Method):
     title = "Gram"
     paper = "Sastry & Oore, Detecting Out-of-Distribution Examples with Gram Matrices, ICML 2020"
     reads = frozenset({"images"})
+    few_shot_inliers = 50  # the paper's exception (Sec. 5.4): it depends on no OOD images
     heavy = True
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from neuralmean.bench.baselines.activations import Place, capturing, pooled, stages
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.gaussians import Gaussians
-from neuralmean.bench.baselines.perturbation import Rows, batches_of, hold_out, quality, signs
+from neuralmean.bench.baselines.perturbation import VALIDATION, Rows, batches_of, hold_out, quality, signs
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.layers import layer_slices
@@ -29,7 +29,9 @@ class Mahalanobis(Method):
 
     :math:`f_l` is the mean over positions. The Gaussians are fitted on in-distribution images; step and weights on at
     most 100 others of each kind: the weights on one half of them, the step by TNR at 95 % TPR on the other half, then
-    the weights again on both.
+    the weights again on both. All are drawn from what the protocol gives, so that the ID ones are images that the
+    classifier was trained on; the authors' code takes 1,000 of each kind from the test sets. Another draw of the 100 can
+    change an AUROC by several points, which bootstrap intervals do not show. The layers are nearly the authors': see `stages`.
     """
 
     name = "mahalanobis"
@@ -37,6 +39,7 @@ class Mahalanobis(Method):
     paper = PAPER
     reads = frozenset({"images", "labels"})
     uses_outliers = True
+    most_outliers = VALIDATION
     uses_gradients = True
     heavy = True
 

@@ -1,7 +1,8 @@
 """What a fit or a scoring costs: time, forward passes, memory.
 
-A forward pass whose result comes from the cache counts as if it had run now, time included: costs do not depend on what
-happens to be cached.
+A forward pass whose result comes from the cache counts too, with the time that it took when it ran. So costs do not depend
+on what happens to be cached, but the clock may be that of another day, with other threads and neighbours. Where times are
+compared (the experiment `latency`), every fit and every single image runs now.
 """
 
 from __future__ import annotations

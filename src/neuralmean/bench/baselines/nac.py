@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.heads import LinearHead, read_head
+from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.errors import NotFittedError
 from neuralmean.metrics import evaluate
 
@@ -29,7 +30,8 @@ class Nac(Method):
     with :math:`O_i` the histogram of neuron i over the inliers. On the penultimate layer the gradient is
     :math:`W^\top (p - u)`: no backward pass is needed. The paper adds up several layers, which needs one; this is its
     last layer alone. As in the paper, :math:`\alpha`, the number of bins and r are chosen by the AUROC on outliers for
-    validation: those of the protocol, against a fifth of the inliers that the histograms have not seen.
+    validation: those of the protocol, against a fifth of the inliers that the histograms have not seen. At most 1,000 of
+    each kind, drawn at random.
     """
 
     name = "nac"
@@ -39,6 +41,8 @@ class Nac(Method):
     )
     reads = frozenset({"feature"})
     uses_outliers = True
+    most_outliers = TUNED_ON
+    version = 2
 
     def __init__(self) -> None:
         self._head: LinearHead | None = None
@@ -50,7 +54,8 @@ class Nac(Method):
         inliers = pull(context.inliers.feature, head)
         chosen = (100.0, 50, 50)  # the paper's for the last layer, where there is nothing to choose by
         if context.outliers is not None:
-            chosen = _choose(inliers, pull(context.outliers.feature[:TUNED_ON], head))
+            rows = hold_out(len(context.outliers), seed=context.seed, most=TUNED_ON, share=1.0).validation
+            chosen = _choose(inliers, pull(context.outliers.take(rows).feature, head), context.seed)
         self.coverage = Coverage.of(inliers, *chosen)
 
     def score(self, examples: View) -> Tensor:
@@ -87,9 +92,9 @@ def pull(feature: Tensor, head: LinearHead) -> Tensor:
     return feature * ((probabilities - 1 / probabilities.shape[1]) @ head.weight)
 
 
-def _choose(inliers: Tensor, outliers: Tensor) -> tuple[float, int, int]:
-    held = min(TUNED_ON, max(1, len(inliers) // 5))
-    apart, rest = inliers[:held], inliers[held:]
+def _choose(inliers: Tensor, outliers: Tensor, seed: int) -> tuple[float, int, int]:
+    parts = hold_out(len(inliers), seed=seed, most=TUNED_ON, share=0.2)
+    apart, rest = (inliers[torch.from_numpy(rows)] for rows in (parts.validation, parts.rest))
 
     def quality(parameters: tuple[float, int, int]) -> float:
         coverage = Coverage.of(rest, *parameters)

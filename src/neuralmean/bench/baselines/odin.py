@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, View
-from neuralmean.bench.baselines.perturbation import batches_of, hold_out, quality, signs
+from neuralmean.bench.baselines.perturbation import VALIDATION, batches_of, hold_out, quality, signs
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import NotFittedError
 
@@ -26,7 +26,8 @@ class Odin(Method):
         s(x) = -\max_k S_k(\tilde x; T), \quad S(x; T) = \mathrm{softmax}(f(x) / T)
 
     Temperature and step are the pair with the best TNR at 95 % TPR on at most 100 images of each kind, drawn from what
-    the protocol gives.
+    the protocol gives: the ID ones are images that the classifier was trained on. Its authors tune on more images, which
+    the classifier has not seen. Another draw of the 100 can change an AUROC by points, which bootstrap intervals do not show.
     """
 
     name = "odin"
@@ -34,6 +35,7 @@ class Odin(Method):
     paper = "Liang et al., Enhancing The Reliability of Out-of-distribution Image Detection, ICLR 2018"
     reads = frozenset({"images"})
     uses_outliers = True
+    most_inliers = most_outliers = VALIDATION
     uses_gradients = True
     heavy = True
 

@@ -49,6 +49,7 @@ class OneDimensional(NewHead):
 
     def __init__(self) -> None:
         super().__init__()
+        self.most_inliers = max(MOST, self.budget.images)  # those that it is trained on are among the others
         self._axes = torch.zeros(0)
 
     def new_head(self, old: nn.Linear) -> nn.Module:

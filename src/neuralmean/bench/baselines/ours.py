@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, Read, View
+from neuralmean.bench.models import TrainedModel
 from neuralmean.discrepancy import Statistic, discrepancy
 from neuralmean.errors import NotFittedError
 from neuralmean.fitting import fit_scorer, needs_of, score_rows
-from neuralmean.layers import has_running_mean
+from neuralmean.layers import has_running_mean, select_layers
 from neuralmean.moments import Moments
 from neuralmean.reference import Reference
 from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
@@ -26,7 +27,7 @@ class NeuralMean(Method):
     """A scorer of the library on the discrepancy vector of one statistic.
 
     The reference is the batch-norm buffers where every watched layer has them (the paper's Eq. 7), else the mean over
-    the in-distribution images of the fit (Eq. 4).
+    the in-distribution images of the fit (Eq. 4). With such buffers and a scorer that learns nothing, no image is used.
 
     Args:
         scorer: Name of the scorer.
@@ -51,6 +52,7 @@ class NeuralMean(Method):
         reads |= {"feature"} if "feature" in needs else set()
         self.reads = frozenset(reads)
         self.uses_outliers = bool(getattr(self._scorer, "uses_outliers", False))
+        self._learns = statistic == "both" or bool(getattr(self._scorer, "learnt", True))
         self._reference: Reference | None = None
         self._scale: Moments | None = None
 
@@ -63,6 +65,8 @@ class NeuralMean(Method):
         """Fit the scorer on the vectors of the images."""
         self._reference = self._make_reference(context)
         self._scale = None
+        if not self.learns_from_inliers(context.trained):
+            return
         if self._statistic == "both":
             self._scale = Moments.of(self._raw(context.inliers))
         outliers = None if context.outliers is None else self._observe(context.outliers)
@@ -74,10 +78,13 @@ class NeuralMean(Method):
         """Score each image, shape (N,); higher = more OOD."""
         return score_rows(self._scorer, self._observe(examples))
 
+    def learns_from_inliers(self, trained: TrainedModel) -> bool:
+        """Whether `fit` uses in-distribution images: to learn, or for want of buffers."""
+        return self._learns or _names_with_buffers(trained.model) is None
+
     def _make_reference(self, context: Context) -> Reference:
-        view = context.inliers
-        names = [layer.name for layer in view.layers]
-        if all(has_running_mean(context.model.get_submodule(name)) for name in names):
+        view, names = context.inliers, _names_with_buffers(context.model)
+        if names is not None:
             return Reference.from_batchnorm(context.model, names)
         return Reference.of_statistics(view.layers, view.means, self._variances(view))
 
@@ -96,6 +103,12 @@ class NeuralMean(Method):
         output = view.logits if "logits" in self.reads else None
         feature = view.feature if "feature" in self.reads else None
         return Observation(vector, output, feature)
+
+
+def _names_with_buffers(model: nn.Module) -> list[str] | None:
+    """Names of the watched layers, or None where some of them has no running mean."""
+    names = [layer.name for layer in select_layers(model)]
+    return names if all(has_running_mean(model.get_submodule(name)) for name in names) else None
 
 
 def scorers_known() -> list[str]:

@@ -16,7 +16,7 @@ from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.metrics import evaluate
 from neuralmean.running import device_of
 
-VALIDATION = 100  # images of each kind that hyper-parameters are tuned on
+VALIDATION = 100  # images of each kind that hyper-parameters are tuned on: few, as each takes dozens of passes
 Rows = npt.NDArray[np.int64]
 
 

@@ -21,3 +21,4 @@ class React(ShapedFeature):
     percentiles = (0.85, 0.9, 0.95, 0.99)
     usual = 0.9
     prunes = False
+    most_inliers = None

@@ -1,7 +1,7 @@
 """One method under one protocol: fit, score, measure, and keep the scores so that nothing is computed twice.
 
-Kept scores belong to everything they depend on, the library's own source code included: an edit anywhere in it makes
-them unknown, while features, which cost the most, stay.
+Kept scores belong to everything they depend on, the library's own source code included: an edit of any code that a fit
+can reach makes them unknown, while features, which cost the most, stay.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from neuralmean.files import write_atomically
 from neuralmean.fingerprint import fingerprint
 
 Scores = npt.NDArray[np.float64]
+_PAGES = tuple(f"bench/{name}.py" for name in ("report", "plots", "gaps", "titles"))
+_BESIDE = ("cli/", "service/", "report/", "bench/experiments/", *_PAGES)
 
 
 @dataclass(frozen=True)
@@ -106,19 +108,27 @@ def run_trial(
     return results
 
 
+def sources() -> list[Path]:
+    """The library's source files, less those that no fit reaches: commands, service, reports, experiments.
+
+    What methods train with (`bench/train`) is among them. A method must not be written in `bench/experiments`.
+    """
+    root = Path(neuralmean.__file__).parent
+    return [path for path in sorted(root.rglob("*.py")) if not path.relative_to(root).as_posix().startswith(_BESIDE)]
+
+
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Digest of the library's source, the commands and reports left out."""
+    """Digest of the source that scores depend on."""
     root = Path(neuralmean.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root).as_posix()
-        if not inside.startswith(("cli", "bench/experiments", "bench/report", "bench/train", "service", "report")):
-            digest.update(inside.encode() + path.read_bytes())
+    for path in sources():
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def _fit_key(method: Method, trained: TrainedModel, draw: Draw) -> str:
+    learns = method.learns_from_inliers(trained)
     facts = [
         code_digest(),
         method.name,
@@ -126,9 +136,9 @@ def _fit_key(method: Method, trained: TrainedModel, draw: Draw) -> str:
         trained.name,
         fingerprint(trained.model),
         [*trained.mean, *trained.std],
-        draw.inliers.digest() if method.uses_inliers else None,
+        draw.inliers.digest() if learns else None,
         draw.outliers.digest() if method.uses_outliers else None,
-        draw.seed if method.uses_inliers or method.uses_outliers else None,
+        draw.seed if learns or method.uses_outliers else None,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

@@ -75,7 +75,7 @@ class Ablation(Experiment):
             parts.measure(draws, third, {f"far and angle, {name} third of the layers": OF_LAYERS})
         for count in COUNTS:
             if count < len(inliers):
-                seeds = range(bench.seed, bench.seed + DRAWS)
+                seeds = range(bench.seed * DRAWS, (bench.seed + 1) * DRAWS)
                 some = [protocols.zero_shot(inliers.draw(count, seed=seed), seed=seed)[0] for seed in seeds]
                 parts.measure(some, None, {f"{count:,} ID images": TERMS})
 

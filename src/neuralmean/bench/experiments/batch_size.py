@@ -41,7 +41,7 @@ class BatchSize(Experiment):
         trained = bench.inputs.trained(case.model, case.id)
         reference = batchnorm_means(trained)
         for name in case.present(bench.inputs):
-            measure(bench, self.name, case, trained, name, reference=reference, sizes=SIZES)
+            measure(bench, self.name, case, trained, name, reference=reference, sizes=SIZES, seed=bench.seed)
 
 
 def batchnorm_means(trained: TrainedModel) -> Tensor:
@@ -83,7 +83,7 @@ def measure(
     reference: Tensor,
     sizes: Sequence[int],
     kind: str = "",
-    seed: int = 0,
+    seed: int,
 ) -> None:
     """Add one row for each batch size, the scores of the mini-batches among its values."""
     inside, outside = (bench.judge_set(name, case.model) for name in (case.id, ood))

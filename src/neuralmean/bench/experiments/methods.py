@@ -60,7 +60,9 @@ class Methods(Experiment):
     def run(self, bench: Workbench, case: Case) -> None:
         """Fit every method once and judge it by all OOD sets."""
         names = [case.id, *case.present(bench.inputs)]
-        apart_from = [bench.judge_set(name, case.model) for name in names]  # as elsewhere, so that fits are shared
+        # As in `full-access`, so that fits are shared. `transfer` is not judged by CIFAR-100 and may learn from a few more
+        # of its images, of which ODIN, say, then draws another hundred.
+        apart_from = [bench.judge_set(name, case.model) for name in names]
         inliers, outliers = (bench.fit_set(name, case.model, apart_from=apart_from) for name in (case.id, LEARNT_FROM))
         inside, *outside = (bench.small_judge_set(name, case.model) for name in names)
         others = [one for one in outside if one.name != LEARNT_FROM]

@@ -31,13 +31,18 @@ class TableExperiment(Experiment):
         inliers = bench.fit_set(case.id, case.model, apart_from=judged)
         facts = {"experiment": self.name, "model": case.model, "id": case.id}
         for draws, against in self._draws(bench, case, inliers, outside, judged):
-            for method in bench.methods(self.methods):
-                if not self.leaves_out(baselines.make(method), case.model):
-                    bench.compare(facts, method, draws, inside, against)
+            for name in bench.methods(self.methods):
+                method = baselines.make(name)
+                if not self.leaves_out(method, case.model):
+                    bench.compare(facts, name, self.draws_for(method, draws, inliers), inside, against)
 
     def leaves_out(self, method: Method, model: str) -> bool:
         """Whether a method would take hours on a model here; `methods` has every one of them, with a single fit."""
         return False
+
+    def draws_for(self, method: Method, draws: list[Draw], inliers: FitSet) -> list[Draw]:
+        """What a method is fitted on: the draws as they are, unless an experiment makes an exception."""
+        return draws
 
     def _draws(
         self, bench: Workbench, case: Case, inliers: FitSet, outside: Sequence[EvalSet], judged: Sequence[EvalSet]

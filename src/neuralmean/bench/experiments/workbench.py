@@ -177,9 +177,10 @@ class Workbench:
         """Return a row without figures: what it is about, and a digest of everything it is made of."""
         first = draws[0]
         kind = baselines.make(method)
+        n_fit_id, n_fit_ood = kind.n_used(trained, len(first.inliers), len(first.outliers))
         inputs = [fingerprint(trained.model), kind.version, *(one.digest() for one in judged)]
         for draw in draws:
-            inputs += [draw.inliers.digest(), draw.outliers.digest() if kind.uses_outliers else ""]
+            inputs += [draw.inliers.digest() if n_fit_id else "", draw.outliers.digest() if n_fit_ood else ""]
         columns = {
             **facts,
             "ood": ood,
@@ -195,9 +196,9 @@ class Workbench:
         }
         return make_row(
             columns,
-            n_fit_id=len(first.inliers) if kind.uses_inliers else 0,
-            n_fit_ood=len(first.outliers) if kind.uses_outliers else 0,
-            fit_ood=first.outliers.name if kind.uses_outliers else None,
+            n_fit_id=n_fit_id,
+            n_fit_ood=n_fit_ood,
+            fit_ood=first.outliers.name if n_fit_ood else None,
             draws=len(draws),
             weights=self._weights_name(trained, facts),
             limit=self.limit,
