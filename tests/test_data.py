@@ -127,7 +127,7 @@ def test_rows_are_counted_whatever_the_batches():
     x = torch.zeros(10, 3)
     dataset = TensorDataset(x)
     batches = [x[:4], x[4:]]
-    sampler = BatchSampler(SequentialSampler(dataset), batch_size=3, drop_last=False)
+    sampler = BatchSampler(SequentialSampler(dataset), batch_size=2, drop_last=False)
     assert count_rows(x) == count_rows((x, torch.zeros(10))) == count_rows({"x": x}) == 10
     assert count_rows(dataset) == count_rows(batches) == count_rows([(batch, batch) for batch in batches]) == 10
     assert count_rows(DataLoader(dataset, batch_size=5)) == count_rows(DataLoader(dataset, batch_sampler=sampler)) == 10
@@ -136,3 +136,16 @@ def test_rows_are_counted_whatever_the_batches():
     assert count_rows(DataLoader(Stream(), batch_size=None)) is None
     assert count_rows(DataLoader(batches, batch_size=None)) is None
     assert count_rows(3) is None
+
+
+def test_a_sampler_of_some_rows_counts_these():
+    dataset = TensorDataset(torch.zeros(500, 3))
+    some = BatchSampler(SequentialSampler(range(20)), batch_size=8, drop_last=False)
+    assert count_rows(DataLoader(dataset, batch_sampler=some)) == 24
+    assert count_rows(DataLoader(dataset, batch_sampler=[[0, 1], [2]])) is None
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.zeros(3, ">f4"), np.zeros(3, "datetime64[s]")])
+def test_an_array_that_torch_does_not_have_is_told(array):
+    with pytest.raises(InputError, match="Expected an array of numbers that torch has, but got one of dtype"):
+        to_batch(array)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import warnings
 
@@ -15,6 +16,7 @@ from neuralmean.errors import (
     CalibrationError,
     CalibrationWarning,
     InputError,
+    LayerNotFiredError,
     LayerNotFoundError,
     ModelInputError,
     ModelMismatchError,
@@ -652,3 +654,133 @@ def test_outliers_are_crafted_for_a_scorer_that_needs_the_output_too(model, imag
 
     with pytest.warns(CalibrationWarning):
         assert Detector(model, scorer=Both()).fit(images).scorer.n_outliers == 300
+
+
+@pytest.mark.parametrize("early_exit", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda detector: pickle.loads(pickle.dumps(detector))])
+def test_a_detector_can_be_copied_and_sent(model, images, strange, copied, early_exit):
+    detector = Detector(model).fit(images, strange, held_out=HELD_OUT, early_exit=early_exit)
+    twin = copied(detector)
+    assert twin.model is not model
+    assert torch.equal(twin.score(strange), detector.score(strange))
+    torch.testing.assert_close(twin(images[:3])[0], model(images[:3]))
+    with torch.no_grad():
+        twin.model.fc.weight.add_(1)
+    with pytest.raises(ModelMismatchError):
+        twin.score(strange)
+    detector.score(strange)
+
+
+def test_a_copy_of_a_frozen_detector_runs_the_model(model, images):
+    detector = fitted(model, images, scorer="average").freeze(images[:1])
+    torch.testing.assert_close(copy.deepcopy(detector).score(images[:4]), detector.score(images[:4]))
+
+
+@pytest.mark.parametrize("statistic", ["mean", "variance", "both"])
+def test_a_model_in_double_precision(model, images, strange, statistic):
+    single = Detector(model, statistic=statistic).fit(images, held_out=HELD_OUT)
+    double = Detector(copy.deepcopy(model).double(), statistic=statistic).fit(
+        images.double(), held_out=HELD_OUT.double()
+    )
+    torch.testing.assert_close(double.score(strange.double()).float(), single.score(strange), rtol=1e-2, atol=1e-2)
+    assert double.explain(strange[:2].double()).by_layer.shape == (2, 2)
+
+
+def test_an_input_that_the_model_cannot_take_is_told_on_every_way(model, images):
+    wrong = r"Expected `{}` to be an input that TinyNet accepts, but got shape \({}"
+    with pytest.raises(ModelInputError, match=wrong.format("id_data", "64, 4, 8, 8")):
+        Detector(model).fit(torch.rand(200, 4, 8, 8))
+    detector = fitted(model, images, scorer="average")
+    with pytest.raises(ModelInputError, match=wrong.format("x", "3, 8, 8")):
+        detector(images[0])
+    with pytest.raises(
+        ModelInputError, match=wrong.format("id_data", "64, 3, 8, 8") + r".*unexpected keyword argument 'y'"
+    ):
+        Detector(model).fit({"y": images})
+
+
+class Writing(nn.Module):
+    """Prepares its input in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.inner, self.in_place = make_trained(), in_place
+
+    def forward(self, x):
+        return self.inner(x.sub_(0.3).div_(0.25) if self.in_place else (x - 0.3) / 0.25)
+
+
+@pytest.mark.parametrize("held_out", [None, HELD_OUT])
+@pytest.mark.filterwarnings("ignore::neuralmean.errors.CalibrationWarning")
+def test_a_model_that_writes_to_its_input_sees_every_row_once(images, held_out):
+    def fresh(rows):
+        return None if rows is None else (part.clone() for part in rows.split(50))
+
+    found = [
+        Detector(Writing(way).eval()).fit(fresh(images), held_out=fresh(held_out)).threshold for way in (True, False)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_encoder_layers_of_torch_are_watched():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(96, 3)).eval()
+    x = torch.rand(200, 6, 16, generator=torch.Generator().manual_seed(0))
+    detector = Detector(model).fit(x, held_out=torch.rand(200, 6, 16))
+    assert len(detector.layers) == 4
+    torch.testing.assert_close(detector(x[:3])[0], model(x[:3]))
+    assert not any("out_proj" in name for name in Detector(model, layers="0.layers.*").layers)
+
+
+def test_detectors_on_a_model_and_on_its_part_leave_it_as_it_was(images):
+    whole = nn.Sequential(make_trained(), nn.Linear(3, 2))
+    detectors = [Detector(one, scorer="average").calibrate(images) for one in (whole, whole[0])]
+    whole.train()
+    before = whole[0].bn1.running_mean.clone()
+    threads = [threading.Thread(target=lambda d=d: [d.score(images[:4]) for _ in range(150)]) for d in detectors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(whole[0].bn1.running_mean, before)
+    assert all(module.training for module in whole.modules())
+
+
+def test_a_head_that_never_runs_is_told(images):
+    model = make_trained()
+    model.aux = nn.Linear(6, 3)
+    with pytest.raises(LayerNotFiredError, match="Expected the head 'aux' to run in the forward pass, but it did not"):
+        Detector(model, head="aux").fit(images, held_out=HELD_OUT)
+
+
+def test_nothing_is_scored_also_with_exits(model, images, strange):
+    detector = Detector(model).fit(images, strange, held_out=HELD_OUT, early_exit=True)
+    assert len(detector(images[:0])[1]) == 0
+
+
+def test_a_batch_needs_a_scorer_that_can_score_one(model, images):
+    class Own:
+        needs = frozenset({"output"})
+
+        def fit(self, inliers):
+            pass
+
+        def score(self, seen):
+            return seen.output[:, 0]
+
+    with pytest.raises(InputError, match="Expected a scorer with `score_batch`, as Own needs the model's output"):
+        fitted(model, images, scorer=Own()).score_batch(images[:4])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_batch_size_below_one_is_told(model, images, size):
+    with pytest.raises(InputError, match=f"Expected `batch_size` to be at least 1, but got {size}"):
+        Detector(model, scorer="average").score(images, batch_size=size)
+
+
+def test_other_layers_of_the_same_name_are_another_model(tmp_path, model, images):
+    fitted(model, images).save(tmp_path / "x.nmd")
+    other = copy.deepcopy(model)
+    other.bn1 = nn.Identity()
+    with pytest.raises(ModelMismatchError, match="with other layers"):
+        Detector.load(tmp_path / "x.nmd", other)

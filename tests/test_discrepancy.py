@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuralmean.discrepancy import check_statistic, discrepancy, pool_batch, vector_layers, vector_names
+from neuralmean.discrepancy import check_statistic, discrepancy, pool_batch, scale_of, vector_layers, vector_names
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer
+from neuralmean.moments import Moments
 from neuralmean.reference import Reference
 
 LAYERS = (Layer("a", "batchnorm", 1), Layer("b", "batchnorm", 2))
@@ -45,3 +46,11 @@ def test_variances_need_a_reference_with_deviations():
 def test_an_unknown_statistic_is_an_error():
     with pytest.raises(InputError, match="Expected `statistic` to be 'mean', 'variance' or 'both', but got 'median'"):
         check_statistic("median")
+
+
+def test_a_column_that_hardly_varies_does_not_outweigh_the_others():
+    rows = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2.0, 0.0])
+    scale = scale_of(Moments.of(rows))
+    torch.testing.assert_close(scale[:2], rows[:, :2].double().std(0, correction=0))
+    assert scale[2] == pytest.approx(1e-3 * rows.double().std(0, correction=0).mean().item())
+    assert (scale_of(Moments.of(torch.ones(4, 2))) > 0).all()

@@ -55,3 +55,39 @@ def test_weights_made_in_inference_mode_are_watched_too(model):
     made.fc.bias = nn.Parameter(torch.ones(3))
     with pytest.raises(ModelMismatchError, match="the model's weights have changed since"):
         watch.check()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_pass_in_training_mode_is_noticed(mode):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    watch = WeightsWatch(model)
+    model.train()
+    with mode():
+        model(torch.rand(4, 3, 8, 8))
+    model.eval()
+    with pytest.raises(ModelMismatchError):
+        watch.check()
+
+
+def test_a_copy_knows_the_weights_that_were_and_not_those_that_are():
+    model = nn.Sequential(nn.Linear(2, 2))
+    watch = WeightsWatch(model)
+    copied = copy.deepcopy(watch)
+    copied.check()
+    with torch.no_grad():
+        model[0].weight.add_(1)  # nobody has looked since
+    late = copy.deepcopy(watch)
+    with pytest.raises(ModelMismatchError):
+        late.check()
+    copied.check()  # it has a model of its own
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_part_is_watched():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    watch = WeightsWatch(model)
+    watch.check()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(ModelMismatchError):
+        watch.check()

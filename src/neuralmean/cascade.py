@@ -182,7 +182,9 @@ class CascadeScorer(VectorScorer):
             vectors: The first columns of the vector, (N, D').
         """
         scores = self.exits[index].score(vectors)
-        if scores.max().item() <= self._ends[index]:  # so it is with nearly every in-distribution input
+        if (
+            not len(scores) or scores.max().item() <= self._ends[index]
+        ):  # so it is with nearly every in-distribution input
             return so_far
         excess = scores - self.zero_[index]
         return self._raise(excess.new_full(excess.shape, -torch.inf) if so_far is None else so_far, index, excess)

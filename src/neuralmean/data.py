@@ -46,6 +46,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.first)
 
+    def clone(self) -> Batch:
+        """Return the batch with tensors of its own."""
+        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in self.kwargs.items()}
+        return Batch(tuple(value.clone() if isinstance(value, Tensor) else value for value in self.args), own)
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`."""
         if (
@@ -89,6 +94,7 @@ def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -
     Raises:
         InputError: Data of another kind, or without a single example.
     """
+    _check_size(batch_size)
     empty = True
     for batch in _iterate(data, name, batch_size):
         if len(batch):
@@ -100,6 +106,7 @@ def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -
 
 def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
     """Return how many batches `to_batches` will yield, where that can be known: for progress bars."""
+    _check_size(batch_size)
     whole = _whole(data)
     try:
         if whole is not None:
@@ -118,7 +125,7 @@ def count_rows(data: Any) -> int | None:
         if whole is not None:
             return len(whole)
         if isinstance(data, DataLoader) and data.batch_size is None:
-            return None if data.batch_sampler is None else len(data.dataset)  # type: ignore[arg-type]
+            data = data.batch_sampler  # which has both, if it is torch's own
         if isinstance(data, Dataset):
             return len(data)  # type: ignore[arg-type]
         if isinstance(data, (list, tuple)):
@@ -168,6 +175,11 @@ def _iterate(data: Any, name: str, batch_size: int) -> Iterator[Batch]:
         raise InputError(f"Expected `{name}` to be {_WANTED}, but got {_describe(data)}.{hint}")
 
 
+def _check_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"Expected `batch_size` to be at least 1, but got {batch_size!r}.")
+
+
 def _whole(data: Any) -> Batch | None:
     """Return data that comes in one piece as one batch: a tensor, an array, a dict of tensors or an (x, y) pair."""
     if isinstance(data, (Tensor, np.ndarray)):
@@ -197,7 +209,10 @@ def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
         )
     if array.dtype == np.float64:  # numpy's default, hardly ever a model's
         array = array.astype(np.float32)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array))
+    except (TypeError, ValueError):  # texts, dates, or bytes in another order
+        raise InputError(f"Expected an array of numbers that torch has, but got one of dtype {array.dtype}.") from None
 
 
 def _describe(value: Any) -> str:

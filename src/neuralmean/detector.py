@@ -22,6 +22,7 @@ from neuralmean.discrepancy import (
     check_statistic,
     discrepancy,
     pool_batch,
+    scale_of,
     vector_layers,
     vector_names,
 )
@@ -250,6 +251,11 @@ class Detector:
         own = getattr(self.scorer, "score_batch", None)
         if own is not None:
             return float(own(fitting.view_of(self.scorer, self._observation(rows))))
+        if needs := fitting.needs_of(self.scorer):
+            name = type(self.scorer).__name__
+            raise InputError(
+                f"Expected a scorer with `score_batch`, as {name} needs the model's {' and '.join(sorted(needs))}."
+            )
         means, variances = pool_batch(rows.means, rows.variances)
         return fitting.score_rows(self.scorer, self._observation(Rows(means, variances))).item()
 
@@ -346,8 +352,7 @@ class Detector:
         if self.statistic == "both":
             if self.scale is None:
                 raise NotFittedError("`statistic='both'` is standardised on in-distribution data. Call `fit` first.")
-            std = self.scale.std.clamp_min(1e-12)
-            vector = ((vector - self.scale.mean) / std).to(vector.dtype)
+            vector = ((vector - self.scale.mean) / scale_of(self.scale)).to(vector.dtype)
         return Observation(vector, rows.output, rows.feature)
 
     def _calibrated(self) -> Calibration:

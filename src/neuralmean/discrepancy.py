@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neuralmean.errors import InputError
 from neuralmean.layers import Layer, column_names
+from neuralmean.moments import Moments
 from neuralmean.reference import Reference
 
 Statistic = Literal["mean", "variance", "both"]
@@ -70,6 +71,15 @@ def discrepancy(means: Tensor, variances: Tensor | None, reference: Reference, s
             )
         parts.append(neural_variance_discrepancy(variances, reference.std))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def scale_of(moments: Moments) -> Tensor:
+    """Return what each column of vectors of these moments is divided by where they are standardised, (D,).
+
+    That is its deviation; a column that hardly varies, a dead channel's, must not outweigh the others.
+    """
+    std = moments.std
+    return std.clamp_min(1e-3 * std.mean().item()).clamp_min(1e-12)
 
 
 def pool_batch(means: Tensor, variances: Tensor | None) -> tuple[Tensor, Tensor | None]:

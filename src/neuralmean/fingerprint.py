@@ -14,6 +14,7 @@ from neuralmean.errors import ModelMismatchError
 from neuralmean.layers import unwrap
 
 _version = operator.attrgetter("_version")
+_values = operator.methodcaller("values")  # a scripted module has something else than dicts
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -31,13 +32,18 @@ class WeightsWatch:
     """Notices when the weights of a model change.
 
     Asking costs microseconds as long as nothing was written to the weights: the digest is taken again only when a
-    tensor was replaced, moved or changed in place. (Writing through `.data` hides a change from torch, and so from us.)
+    tensor was replaced, moved or changed in place. (Writing through `.data` hides a change from torch, and so from us; so
+    does an optimizer with `fused=True` on a model without batch norms.)
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._core = unwrap(model)
         self.digest = fingerprint(model)
         self._remember()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copies and other processes. A copy looks at the weights once before it takes them for what they were.
+        return WeightsWatch, (self._core,), {"digest": self.digest, "_mark": None}
 
     def check(self) -> None:
         """Raise if the weights are not what they were."""
@@ -57,20 +63,16 @@ class WeightsWatch:
         self._stores = [store for store in stores if store]
         self._empty = [store for store in stores if not store]  # half of them, and quicker to look at
         self._held = self._values()
-        # A batch norm that counts a batch changes its running mean too.
-        names = [name for store in self._stores for name in store]
-        self._are_watched = [
-            isinstance(value, Tensor) and name != "num_batches_tracked"
-            for name, value in zip(names, self._held, strict=True)
-        ]
+        # A batch norm in training mode writes its running mean without telling torch: only its counter of batches shows it.
+        self._are_watched = [isinstance(value, Tensor) for value in self._held]
         # A tensor of inference mode has no version.
         pairs = zip(self._held, self._are_watched, strict=True)
         self._are_counted = [watched and not value.is_inference() for value, watched in pairs]
-        self._mark = self._mark_of(self._held)
+        self._mark: int | None = self._mark_of(self._held)
 
     # What follows runs with every forward pass, and so without a line of Python for each tensor.
     def _values(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._stores)))
+        return list(chain.from_iterable(map(_values, self._stores)))
 
     def _are_held(self, found: list[Any]) -> bool:
         try:

@@ -15,6 +15,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from neuralmean.errors import InputError, LayerNotFoundError
 
@@ -121,7 +122,9 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
         return Layer(name, "norm" if is_image else "layernorm", shape[0] if is_image else shape[-1])
     if isinstance(module, nn.GroupNorm):
         return Layer(name, "norm", module.num_channels)
-    if isinstance(module, nn.Linear):
+    if (
+        isinstance(module, nn.Linear) and type(module) is not NonDynamicallyQuantizableLinear
+    ):  # attention reads its weight
         return Layer(name, "linear", module.out_features)
     return None
 

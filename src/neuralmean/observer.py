@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,12 @@ class Observer:
         self.recorder = Recorder(model, layers, variance=variance, head=None if head == FIND_HEAD else head)
         self._head_is_open = head == FIND_HEAD
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copies and other processes: what a recorder knows of the modules is looked up again.
+        head = FIND_HEAD if self._head_is_open else self.recorder.head
+        make = partial(Observer, variance=self.recorder.variance, head=head)
+        return make, (self.recorder.model, self.layers)
+
     @property
     def head(self) -> str | None:
         """The layer that gives the logits, where one is in use."""
@@ -115,7 +122,7 @@ class Observer:
         """
         if self._head_is_open:
             check_input(batch, name, tokens=self.recorder.takes_tokens)
-            self.recorder.head, self._head_is_open = find_head(self.recorder.model, batch), False
+            self.recorder.head, self._head_is_open = find_head(self.recorder.model, batch, name=name), False
         recording = self.recorder(batch, name=name, exits=exits)
         means = recording.mean.cpu()
         variances = None if recording.variance is None else recording.variance.cpu()
@@ -134,8 +141,8 @@ class Observer:
         """Yield the rows of each batch of `data`, and of the images that `beside` makes of it, where it makes any."""
         for batch in self._batches(data, name, batch_size):
             with torch.no_grad():
+                made = None if beside is None else beside(batch, name)  # first: a model may write to its input
                 rows = self.observe(batch, name=name)[1]
-                made = None if beside is None else beside(batch, name)
                 more = None if made is None else self.observe(made, name=name)[1]
             yield rows, more
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuralmean.errors import InputError, ModelInputError
 from neuralmean.layers import WRAPPERS
 
 _training = operator.itemgetter("training")
 _eval_lock = threading.Lock()
-# Of models that threads are in, by id: how many threads, and what to put back.
-_eval_users: dict[int, tuple[int, list[nn.Module]]] = {}
+# Modules in training mode that threads keep in evaluation mode, by id, and how many threads.
+_eval_users: dict[int, int] = {}
 
 
 class Modules(list[nn.Module]):
@@ -41,7 +42,7 @@ class Modules(list[nn.Module]):
 
     def tensors(self) -> list[Tensor | None]:
         """Every parameter and buffer, as it is now."""
-        return list(chain.from_iterable(map(dict.values, self._tensors)))
+        return list(chain.from_iterable(own.values() for own in self._tensors))
 
     def are_training(self) -> bool:
         """Whether any is in training mode."""
@@ -51,36 +52,30 @@ class Modules(list[nn.Module]):
 class evaluating:  # noqa: N801 - reads as what it does; a generator would take twice as long
     """Keep a model in evaluation mode inside the block; the last of several threads to leave puts the flags back."""
 
-    __slots__ = ("_changed", "_modules")
+    __slots__ = ("_held", "_modules")
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._changed = False  # else there is nothing to put back
+        self._held: list[nn.Module] = []  # whose flags are to be put back
 
     def __enter__(self) -> None:
         modules = self._modules
         with _eval_lock:
             if not _eval_users and not modules.are_training():
                 return
-            users, training = _eval_users.get(id(modules.core), (0, []))
-            if users == 0:
-                training = [module for module in modules if module.training]
-                for module in training:
-                    module.training = False
-            if training:
-                self._changed = True
-                _eval_users[id(modules.core)] = (users + 1, training)
+            self._held = [module for module in modules if module.training or id(module) in _eval_users]
+            for module in self._held:
+                _eval_users[id(module)] = _eval_users.get(id(module), 0) + 1
+                module.training = False
 
     def __exit__(self, *_: object) -> None:
-        if not self._changed:
+        if not self._held:
             return
         with _eval_lock:
-            key = id(self._modules.core)
-            users, training = _eval_users.pop(key)
-            if users > 1:
-                _eval_users[key] = (users - 1, training)
-            else:
-                for module in training:
+            for module in self._held:
+                _eval_users[id(module)] -= 1
+                if not _eval_users[id(module)]:
+                    del _eval_users[id(module)]
                     module.training = True
 
 
@@ -92,8 +87,19 @@ def shared_copy(model: nn.Module) -> nn.Module:
         >>> other = shared_copy(model)
         >>> other is model, other.weight is model.weight
         (False, True)
+
+    Raises:
+        InputError: A model that keeps what it computed, which torch does not copy.
     """
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise InputError(
+            f"Expected a model that can be copied, but {type(model).__name__} holds a tensor that it computed: an activation, "
+            "or a weight of old-style `weight_norm` or `prune`. Detach it, or make it permanent."
+        ) from error
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
@@ -112,17 +118,35 @@ def is_compiled(model: nn.Module) -> bool:
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
 
 
-def is_shape_error(error: RuntimeError) -> bool:
-    """Whether a model raised because its input has the wrong shape or type."""
-    signs = (
+_SIGNS = {
+    "RuntimeError": (
         "channels",
-        "shapes cannot be multiplied",
         "size",
         "dimension",
+        "shape",
         "same dtype",
         "should be the same",
-        "shape",
-        "4D",
         "scalar type",
+        "D input",
+    ),
+    "TypeError": ("argument",),
+}
+_SIGNS["ValueError"] = _SIGNS["TorchRuntimeError"] = _SIGNS["RuntimeError"]
+
+
+def input_error(error: Exception, core: nn.Module, x: Tensor, name: str) -> ModelInputError | None:
+    """Return in our words what a model said of an input that it cannot take; None for an error of another kind.
+
+    Args:
+        error: What it raised.
+        core: The model.
+        x: The input.
+        name: What the caller calls it.
+    """
+    if not any(sign in str(error) for sign in _SIGNS.get(type(error).__name__, ())):
+        return None
+    reason = str(error).splitlines()[0][:200].rstrip(".")
+    return ModelInputError(
+        f"Expected `{name}` to be an input that {type(core).__name__} accepts, but got shape {tuple(x.shape)} of {x.dtype}: "
+        f"{reason}."
     )
-    return type(error) is RuntimeError and any(sign in str(error) for sign in signs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from neuralmean import cascade
 from neuralmean.artefact import Artefact
 from neuralmean.calibration import Calibration, check_rate
+from neuralmean.discrepancy import check_statistic
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
 from neuralmean.fitting import GUARANTEES, score_rows
 from neuralmean.layers import unwrap
@@ -73,8 +74,12 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         scorer = cascade.make(header["scorer"]["name"], header["scorer"]["options"])
         head = header["head"]
         _check_model(model, wanted, fitted_class)
+        check_statistic(statistic)
         own = scorer.full if isinstance(scorer, cascade.CascadeScorer) else scorer  # for a `fit` after this
-        detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=own)
+        try:
+            detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=own)
+        except InputError:  # a layer of another kind has the name
+            raise ModelMismatchError(_other_model(fitted_class, model)) from None
         found = [(layer.name, layer.kind, layer.channels) for layer in detector._layers]
         if found != wanted:
             raise ModelMismatchError(_other_model(fitted_class, model))

@@ -11,7 +11,7 @@ from torch import nn
 
 from neuralmean import Detector
 from neuralmean.cascade import CascadeScorer
-from neuralmean.errors import InputError, MissingExtraError, NotFittedError
+from neuralmean.errors import InputError, MissingExtraError, ModelInputError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
 from neuralmean.export.detector_graph import DetectorGraph
 from tests.conftest import count_hooks, make_trained
@@ -335,3 +335,47 @@ def test_a_scorer_of_ones_own_with_exits_is_exported(tmp_path):
     to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
     module = torch.export.load(tmp_path / "x.pt2").module()
     torch.testing.assert_close(module(mixture())[1], detector.score(mixture()))
+
+
+class Optional(nn.Module):
+    """Returns what is there in training only, which is nothing."""
+
+    def __init__(self, as_dict):
+        super().__init__()
+        self.inner, self.as_dict = make_trained(), as_dict
+
+    def forward(self, x):
+        logits = self.inner(x)
+        return {"loss": None, "logits": logits} if self.as_dict else (logits, None)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_an_output_that_is_nothing_has_no_name(tmp_path, as_dict):
+    detector = Detector(Optional(as_dict).eval(), scorer="average").calibrate(usual())
+    names = to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
+    assert names == ("logits" if as_dict else "output_0", "score", "p_value", "is_ood")
+
+
+def test_a_model_without_classes_is_exported(tmp_path):
+    detector = Detector(make_trained(), head=False).fit(usual(300), held_out=usual(100, 2))
+    assert len(detector.scorer.clusters_) > 2
+    to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
+    module = torch.export.load(tmp_path / "x.pt2").module()
+    for n in (3, 40):
+        torch.testing.assert_close(module(mixture(n))[1], detector.score(mixture(n)), rtol=1e-4, atol=1e-4)
+
+
+def test_an_example_that_the_model_cannot_take_is_told(tmp_path):
+    detector = Detector(make_trained(), scorer="average").calibrate(usual())
+    with pytest.raises(ModelInputError, match=r"Expected `example_input` to be an input that TinyNet accepts"):
+        to_pt2(detector, tmp_path / "x.pt2", input_shape=(4, 8, 8))
+
+
+def test_a_model_that_keeps_what_it_computed_is_told(tmp_path):
+    model = make_trained()
+    detector = Detector(model, scorer="average").calibrate(usual())
+    model.kept = model.fc.weight * 2
+    with pytest.raises(
+        InputError, match=r"Expected a model that can be copied, but TinyNet holds a tensor that it computed"
+    ):
+        to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.data import Batch
-from neuralmean.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy
+from neuralmean.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy, scale_of
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.fitting import needs_of
 from neuralmean.layers import unwrap
@@ -61,7 +61,7 @@ class DetectorGraph(nn.Module):
             self.register_buffer("reference_std", detector.reference.std.float())
         if detector.scale is not None:
             self.register_buffer("scale_mean", detector.scale.mean.clone())
-            self.register_buffer("scale_std", detector.scale.std.clamp_min(1e-12))
+            self.register_buffer("scale_std", scale_of(detector.scale))
         # One more than any score, for the one that a p-value counts besides the held-out scores.
         scores = detector.calibration.scores
         self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))

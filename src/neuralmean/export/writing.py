@@ -23,7 +23,8 @@ from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.export.arranging import arrange
 from neuralmean.export.detector_graph import DetectorGraph, input_names
 from neuralmean.files import write_atomically
-from neuralmean.running import Modules, device_of, evaluating
+from neuralmean.layers import unwrap
+from neuralmean.running import Modules, device_of, evaluating, input_error
 from neuralmean.saving import to_artefact
 from neuralmean.scorers import VectorScorer
 from neuralmean.version import __version__
@@ -103,7 +104,13 @@ def _trace(
     shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
     with torch.no_grad(), evaluating(Modules(graph)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
-        output = graph(*values)[0]
+        try:
+            output = graph(*values)[0]
+        except (RuntimeError, ValueError, TypeError) as error:
+            told = input_error(error, unwrap(detector.model), batch.first, "example_input")
+            if told is None:
+                raise
+            raise told from error
         program = _export(graph, values, shapes)
     return program, list(names), [*_output_names(output), *VERDICTS]
 
@@ -141,9 +148,11 @@ def _output_names(output: Any) -> list[str]:
     """Name the model's own outputs: `output`, or one name per tensor where there are several."""
     if isinstance(output, Tensor):
         return ["output"]
-    leaves, _ = pytree.tree_flatten(output)
-    if isinstance(output, Mapping) and len(leaves) == len(output):
-        return [f"output_{key}" if key in VERDICTS else str(key) for key in output]
+    leaves = [leaf for leaf in pytree.tree_flatten(output)[0] if leaf is not None]  # of which the graph knows nothing
+    if isinstance(output, Mapping):
+        there = [key for key, value in output.items() if value is not None]
+        if len(leaves) == len(there):
+            return [f"output_{key}" if key in VERDICTS else str(key) for key in there]
     return [f"output_{index}" for index in range(len(leaves))]
 
 

@@ -14,14 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from neuralmean.data import Batch, check_input
-from neuralmean.errors import ModelInputError
 from neuralmean.layers import Layer, unwrap
 from neuralmean.recorder.module import RecordingModule
 from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, device_of, evaluating, is_compiled, is_shape_error
+from neuralmean.running import Modules, device_of, evaluating, input_error, is_compiled
 
 
 class Recorder:
@@ -72,14 +71,11 @@ class Recorder:
         batch = batch.to(device_of(modules))
         try:
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
-        except RuntimeError as error:
-            if not is_shape_error(error):
+        except (RuntimeError, ValueError, TypeError) as error:
+            told = input_error(error, self._core, batch.first, name)
+            if told is None:
                 raise
-            shape, reason = tuple(batch.first.shape), str(error).splitlines()[0].rstrip(".")
-            raise ModelInputError(
-                f"Expected `{name}` to be an input that {type(self._core).__name__} accepts, but got shape {shape} of "
-                f"{batch.first.dtype}: {reason}."
-            ) from error
+            raise told from error
 
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.

@@ -24,7 +24,7 @@ from neuralmean.errors import InputError, LayerNotFiredError
 from neuralmean.layers import unwrap
 from neuralmean.recorder.plan import Plan
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, device_of, evaluating
+from neuralmean.running import Modules, device_of, evaluating, input_error
 
 _NOTHING: Mapping[str, Any] = {}
 _FLOAT = torch.float32
@@ -241,6 +241,10 @@ class Sink:
     def finish(self, output: Any) -> Recording:
         """Return what was recorded, behind the pass."""
         means, variances = self.statistics()
+        if self.head is not None and self.feature is None and self.stopped_at is None:
+            raise LayerNotFiredError(
+                f"Expected the head {self.head!r} to run in the forward pass, but it did not. Name another layer as `head`."
+            )
         if self.calls:
             self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
         layers = self.layers if self.stopped_at is None else self.layers[: self._depths[self.stopped_at]]
@@ -271,8 +275,12 @@ class Sink:
                 )
 
 
-def find_head(model: nn.Module, batch: Batch) -> str | None:
-    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer."""
+def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
+    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer.
+
+    Raises:
+        ModelInputError: The model cannot take the batch, which the caller calls `name`.
+    """
     core = unwrap(model)
     outputs: dict[str, Tensor] = {}
     thread = threading.get_ident()
@@ -287,11 +295,16 @@ def find_head(model: nn.Module, batch: Batch) -> str | None:
     handles: list[RemovableHandle] = []
     with evaluating(Modules(core)), torch.no_grad():
         try:
-            for name, module in core.named_modules():
+            for layer, module in core.named_modules():
                 if isinstance(module, nn.Linear):
-                    handles.append(module.register_forward_hook(keep(name)))
-            moved = batch.to(device_of(core.modules()))
+                    handles.append(module.register_forward_hook(keep(layer)))
+            moved = batch.to(device_of(core.modules())).clone()  # a model may write to its input, which is needed again
             result = main_tensor(core(*moved.args, **moved.kwargs))
+        except (RuntimeError, ValueError, TypeError) as error:
+            told = input_error(error, core, batch.first, name)
+            if told is None:
+                raise
+            raise told from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -299,8 +312,8 @@ def find_head(model: nn.Module, batch: Batch) -> str | None:
         return None
     # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
     same = [
-        name
-        for name, output in outputs.items()
+        layer
+        for layer, output in outputs.items()
         if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
     ]
     return same[-1] if same else None

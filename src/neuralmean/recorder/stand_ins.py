@@ -151,6 +151,9 @@ class StandIns:
         """Make a stand-in for each layer that may have one: not the model itself, nor one that is read in two ways."""
         n_names = Counter(map(id, watched))
         left_out = {id(self._plan.core), *(module for module, count in n_names.items() if count > 1)}
+        for module in self._plan.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):  # runs as one kernel, unless what is inside has hooks
+                left_out |= set(map(id, module.modules()))
         if head is not None:
             left_out.add(id(self._plan.module(head)))
         indices = {id(module): index for index, module in enumerate(watched)}

@@ -127,7 +127,7 @@ class TypicalityScorer(VectorScorer):
         standard = self._standardised(vectors)
         inner = self._residual(standard, vectors).abs() * self.weight_ / self.term_std_[0]
         inner = inner + self._angle.by_column(standard) / self.term_std_[1]
-        shares = torch.zeros_like(vectors.vector)
+        shares = torch.zeros_like(vectors.vector, dtype=inner.dtype)
         shares[:, self.keep_.long()] = inner
         return shares
 
@@ -201,7 +201,9 @@ class TypicalityScorer(VectorScorer):
 
     def _nearest_cluster(self, distinct: Tensor) -> Tensor:
         scale, centres = self.clusters_[0], self.clusters_[1:]
-        return torch.cdist(distinct[:, -len(scale) :] / scale, centres).argmin(dim=1)
+        rows = distinct[:, -len(scale) :].to(scale.dtype) / scale
+        # The squared distance, less the row's own length: `cdist` does not go into a graph whose batch is dynamic.
+        return (centres.square().sum(dim=1) - 2 * rows @ centres.T).argmin(dim=1)
 
     def _membership(self, observation: Observation) -> Tensor | None:
         """How much each input belongs to each class, (N, K); None if there is one class only."""
@@ -210,7 +212,7 @@ class TypicalityScorer(VectorScorer):
             return torch.nn.functional.one_hot(nearest, len(self.clusters_) - 1).to(self.left_.dtype)
         if observation.output is None or len(self.left_) < 2:
             return None
-        return (observation.output / self.temperature_).softmax(dim=1)
+        return (observation.output.float() / self.temperature_).softmax(dim=1)
 
     def _keep_angle(
         self, name: str, rows: Blocks, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
@@ -232,8 +234,10 @@ class TypicalityScorer(VectorScorer):
         parts = [getattr(self, f"{name}_{part}_") for part in ("offset", "whiten", "target")]
         return _Angle(_hash_columns(width, self.seed), *parts)
 
+    # What is learnt is in single precision, whatever the model computes in.
+
     def _distinct(self, observation: Observation) -> Tensor:
-        return _choose(observation.vector, self.keep_)
+        return _choose(observation.vector, self.keep_).float()
 
     def _standardised(self, observation: Observation) -> Tensor:
         """Distance from the usual channel means in units of the within-class deviation, (N, D')."""
@@ -252,11 +256,12 @@ class TypicalityScorer(VectorScorer):
         angle, length = self._angle.with_length(standard)
         feature = energy = reach = torch.zeros_like(far)
         if observation.feature is not None and len(self.feature_keep_):
-            kept = _choose(observation.feature, self.feature_keep_)
+            kept = _choose(observation.feature, self.feature_keep_).float()
             feature = self._feature.with_length((kept - self.feature_centre_) / self.feature_scale_)[0]
         if observation.output is not None and len(self.left_) > 1 and not len(self.clusters_):
             # Minus the log-sum-exp, by one kernel where `logsumexp` takes ten.
-            energy = observation.output.log_softmax(dim=1)[:, 0] - observation.output[:, 0]
+            output = observation.output.float()
+            energy = output.log_softmax(dim=1)[:, 0] - output[:, 0]
             reach = energy / length.clamp_min(1e-12)
         return torch.stack([far, angle, feature, reach, energy], dim=1)
 

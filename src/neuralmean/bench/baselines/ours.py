@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, Read, View
 from neuralmean.bench.models import TrainedModel
-from neuralmean.discrepancy import Statistic, discrepancy
+from neuralmean.discrepancy import Statistic, discrepancy, scale_of
 from neuralmean.errors import NotFittedError
 from neuralmean.fitting import fit_scorer, needs_of, score_rows
 from neuralmean.layers import has_running_mean, select_layers
@@ -99,7 +99,7 @@ class NeuralMean(Method):
     def _observe(self, view: View) -> Observation:
         vector = self._raw(view)
         if self._scale is not None:
-            vector = ((vector - self._scale.mean) / self._scale.std.clamp_min(1e-12)).to(vector.dtype)
+            vector = ((vector - self._scale.mean) / scale_of(self._scale)).to(vector.dtype)
         output = view.logits if "logits" in self.reads else None
         feature = view.feature if "feature" in self.reads else None
         return Observation(vector, output, feature)
