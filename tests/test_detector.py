@@ -784,3 +784,20 @@ def test_other_layers_of_the_same_name_are_another_model(tmp_path, model, images
     other.bn1 = nn.Identity()
     with pytest.raises(ModelMismatchError, match="with other layers"):
         Detector.load(tmp_path / "x.nmd", other)
+
+
+def test_a_decision_is_neither_true_nor_false_and_can_be_cut(model, images):
+    decision = fitted(model, images, scorer="average").predict(images[:6])
+    with pytest.raises(InputError, match="Expected to be asked for `is_ood`"):
+        bool(decision)
+    assert torch.equal(decision[2:4].score, decision.score[2:4])
+    assert torch.equal(decision[-1].score, decision.score[-1:])
+
+
+def test_terms_are_above_their_usual(model, images):
+    detector = fitted(model, images)
+    found = detector.explain(HELD_OUT)
+    for name in ("feature", "reach", "energy"):
+        assert abs(found.terms[name].mean()) < 0.5  # in units of their deviation on in-distribution inputs
+    total = found.by_layer.sum(1) + sum(found.terms.values())
+    torch.testing.assert_close(total, found.score, rtol=1e-3, atol=1e-3)

@@ -447,7 +447,7 @@ class TestWeights:
                 return (os.mkdir, (str(user_code / "boom"),))
 
         torch.save({"state_dict": Boom()}, user_code / "w.pth")
-        with pytest.raises(ArtefactError, match="a torch file with nothing but tensors, but torch said"):
+        with pytest.raises(ArtefactError, match="a torch file with nothing but tensors, but it is neither"):
             read_weights(user_code / "w.pth")
         assert not (user_code / "boom").exists()
 
@@ -460,8 +460,11 @@ class TestWeights:
         ("make", "message"),
         [
             (lambda path: None, "but there is no such file"),
-            (lambda path: path.write_bytes(b""), "a torch file with nothing but tensors, but torch said"),
-            (lambda path: path.write_bytes(b"rubbish" * 10), "a torch file with nothing but tensors, but torch said"),
+            (lambda path: path.write_bytes(b""), "a torch file with nothing but tensors, but it is neither"),
+            (
+                lambda path: path.write_bytes(b"rubbish" * 10),
+                "a torch file with nothing but tensors, but it is neither",
+            ),
             (lambda path: path.write_bytes(b"\xff" * 8 + b"{rubbish"), "to be a safetensors file, but it is damaged"),
             (lambda path: save_file({}, path), "to hold the tensors of a model, but it holds none"),
             (lambda path: torch.save({"epoch": 3}, path), "to hold the tensors of a model, but it holds none"),

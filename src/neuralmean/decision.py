@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from neuralmean.calibration import Calibration
+from neuralmean.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +43,14 @@ class Decision:
     def __len__(self) -> int:
         return len(self.score)
 
-    def __getitem__(self, row: int) -> Decision:
-        """Return the decision on one of the inputs."""
-        index = range(len(self))[row]
-        rows = slice(index, index + 1)
+    def __bool__(self) -> bool:
+        raise InputError("Expected to be asked for `is_ood`: a decision on N inputs is neither true nor false.")
+
+    def __getitem__(self, rows: int | slice) -> Decision:
+        """Return the decision on one of the inputs, or on some."""
+        if isinstance(rows, int):
+            index = range(len(self))[rows]
+            rows = slice(index, index + 1)
         return Decision(self.score[rows], self.calibration)
 
     def __iter__(self) -> Iterator[Decision]:

@@ -51,6 +51,10 @@ class ModelMismatchError(NeuralMeanError, ValueError):
     """The model is not the one that the detector was fitted on."""
 
 
+class UsageError(InputError):
+    """A command that was called in a way it does not know."""
+
+
 class ArtefactError(NeuralMeanError, ValueError):
     """A saved file that cannot be read or written."""
 

@@ -56,8 +56,11 @@ def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> Abstr
 def check_target(path: str | Path) -> None:
     """Raise now what `write_atomically` would raise after hours of work: no such folder, or a folder of that name."""
     path = Path(path)
-    if _existing_mode(path) is None and not path.absolute().parent.is_dir():
-        raise ArtefactError(_explain(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+    mode, folder = _existing_mode(path), path.absolute().parent
+    if mode is None and not folder.is_dir():
+        raise ArtefactError(_explain(path, OSError(errno.ENOENT, "")))
+    if (mode is None or stat.S_ISREG(mode)) and not os.access(folder, os.W_OK):
+        raise ArtefactError(_explain(path, OSError(errno.EACCES, "")))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Inspection:
         elif self.head is None:
             lines.append("default scorer: far and angle (no layer's output is the model's, so no classes)")
         else:
-            lines.append(f"default scorer: far, angle, feature and energy (classes from {self.head!r})")
+            lines.append(f"default scorer: far, angle, feature, reach and energy (classes from {self.head!r})")
         how = self.preprocessing
         lines.append(
             "preprocessing: not known, give --mean, --std and --size" if how is None else f"preprocessing: {how}"

@@ -61,11 +61,10 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         # A handle and not the path: torch would go by the name's ending.
         with path.open("rb") as handle:
             held = torch.load(handle, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    except Exception as error:  # torch's own words would advise to run the code that is in the file
         raise ArtefactError(
-            f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, "
-            f"but torch said: {reason} Save `model.state_dict()`, best as safetensors."
+            f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but it is neither: it "
+            "holds more, or something else. Save `model.state_dict()`, best as safetensors."
         ) from error
     for key in _STATE_KEYS:
         if isinstance(held, dict) and isinstance(held.get(key), dict):

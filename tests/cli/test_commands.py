@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class TestInspect:
         assert lines[1].split() == ["bn1", "batchnorm", "8"]
         assert "2 layers, 24 channels" in out
         assert "batch-norm buffers" in out
-        assert "far, angle, feature and energy (classes from 'fc')" in out
+        assert "far, angle, feature, reach and energy (classes from 'fc')" in out
 
     def test_a_saved_file_is_described(self, saved, nmd):
         code, out, _ = nmd("inspect", "m.nmd")
@@ -122,7 +123,7 @@ class TestFit:
     )
     def test_bad_options_are_one_sentence(self, world, nmd, options, message):
         code, _, err = nmd("fit", "toynet:Net", *FIT, "--id", "train", "--out", "m.nmd", *options)
-        assert code == 1
+        assert code == 2
         assert message in err
         assert "Traceback" not in err
 
@@ -149,6 +150,23 @@ class TestScore:
         frame = [tuple(row.values()) for row in parquet.read_table("x.parquet").to_pylist()]
         assert table == lines == frame
         assert len(table) == 10
+
+    @pytest.mark.parametrize(
+        "options", [("--format", "xml"), ("--resume",), ("--format", "parquet"), ("--engine", "spark")]
+    )
+    def test_wrong_usage_leaves_with_2(self, saved, nmd, options):
+        code, _, err = nmd("score", "m.nmd", "new", *options)
+        assert code == 2
+        assert "Expected" in err
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+    def test_a_full_disk_behind_stdout_is_one_sentence(self, saved):
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "neuralmean", "score", "m.nmd", "new", "--quiet"]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.strip().splitlines()[-1].startswith("Error: expected to write the answer, but No space left")
+        assert "Traceback" not in done.stderr
 
     def test_fail_on_ood_leaves_with_3(self, saved, nmd):
         assert nmd("score", "m.nmd", "new/odd", "--fail-on-ood")[0] == 3
@@ -232,6 +250,12 @@ class TestExplain:
         assert "bn1" in out
         assert "energy" in out
         assert "add up to the score" in out
+        assert "█ raises the score, ░ lowers it" in out
+
+    def test_a_folder_is_no_image(self, saved, nmd):
+        code, _, err = nmd("explain", "m.nmd", "new")
+        assert code == 2
+        assert "Expected one image to explain, but 'new' is a folder" in err
 
     def test_json_adds_up(self, saved, nmd):
         _, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png", "--format", "json")

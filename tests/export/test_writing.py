@@ -379,3 +379,12 @@ def test_a_model_that_keeps_what_it_computed_is_told(tmp_path):
         InputError, match=r"Expected a model that can be copied, but TinyNet holds a tensor that it computed"
     ):
         to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE)
+
+
+def test_the_batch_has_its_name(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    detector = Detector(make_trained(), scorer="average").calibrate(usual())
+    to_onnx(detector, tmp_path / "x.onnx", input_shape=SHAPE)
+    graph = onnx.load(tmp_path / "x.onnx").graph
+    assert [value.type.tensor_type.shape.dim[0].dim_param for value in (*graph.input, *graph.output)] == ["batch"] * 5

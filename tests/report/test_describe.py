@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,12 @@ def test_small_sets_and_unreadable_files_are_told(detector):
         "There are only 30 images in 'fog': expect wide intervals.",
         "1,200 files of 'fog' could not be read and are left out.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("used", "shown", "shared"),
+    [("/a/val", "/a/val", True), ("/a/val", "/a", True), ("/a", "/a/val/1.png", True), ("/a/val", "/a/val/*.png", True),
+     ("/a/val", "/b/val", False), ("/a/val", "/a/value", False)],
+)  # fmt: skip
+def test_images_of_the_fit_are_known_by_where_they_are(used, shown, shared):
+    assert describe._share_images({Path(used)}, {Path(shown)}) is shared

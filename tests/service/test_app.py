@@ -19,7 +19,9 @@ from neuralmean.monitor import Monitor
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.service import Settings, bodies, create_app
 from neuralmean.service import app as app_module
+from neuralmean.service.batching import Batcher, Job
 from neuralmean.service.bodies import NamedBytes, decode_images, decode_small
+from neuralmean.service.passes import run_pass
 from neuralmean.service.refusal import Refusal
 from tests.service.conftest import PREPROCESSING, ask, png, running
 
@@ -593,3 +595,53 @@ def test_a_reset_alone_is_saved(detector, tmp_path, images):
     live.monitor.reset()
     live.save()
     assert Monitor.load(tmp_path / "state.nmm", detector).status().n_since_reset == 0
+
+
+def test_what_is_not_to_be_watched_is_answered_and_not_watched(detector):
+    app = create_app(detector, PREPROCESSING)
+    picture = png()[0]
+
+    async def go():
+        async with running(app) as client:
+            plain = await client.post("/score", content=picture)
+            apart = await asyncio.gather(*(client.post("/score?watch=false", content=picture) for _ in range(5)))
+            wrong = await client.post("/score?watch=maybe", content=picture)
+            return plain, apart, wrong
+
+    plain, apart, wrong = asyncio.run(go())
+    assert wrong.status_code == 400
+    for answer in apart:  # which share passes
+        assert answer.json()["results"][0]["score"] == pytest.approx(plain.json()["results"][0]["score"], rel=1e-5)
+    assert app.state.service.live.monitor.status().n_seen == 1
+
+
+def test_of_a_shared_pass_only_the_watched_rows_are_watched(detector, images):
+    seen = []
+
+    def run(inputs, explain, *, alone):
+        return run_pass(detector, inputs)
+
+    batcher = Batcher([run], max_batch=8, max_wait_ms=1, queue=8, after=lambda *args: seen.append(args))
+    jobs = [Job(images[:2]), Job(images[2:5], watched=False), Job(images[5:6])]
+    batcher._n_running = 6
+    batcher._run_batch(run, jobs, alone=False)
+    batcher.close()
+    ((inputs, shared),) = seen
+    assert torch.equal(inputs, images[[0, 1, 5]])
+    assert len(shared.decision) == len(shared.vectors) == 3
+
+
+def test_an_alarm_and_its_reset_are_logged(detector, images, caplog):
+    live = create_app(detector, PREPROCESSING).state.service.live
+    caplog.set_level(logging.WARNING, "neuralmean.service")
+    live.take(images[:40], run_pass(detector, images[:40]))
+    assert caplog.text == ""
+    strange = images[:40] + 3
+    for _ in range(3):
+        live.take(strange, run_pass(detector, strange))
+    assert caplog.text.count("The stream has shifted: noticed at input") == 1
+    assert "% are flagged, 5.0 % are expected. Layers that moved:" in caplog.text
+    assert live.snapshot(0)["monitor"]["drift_time"] > 1e9
+    live.reset()
+    assert "The drift alarm was reset." in caplog.text
+    assert live.snapshot(0)["monitor"]["drift_time"] is None

@@ -23,7 +23,7 @@ def test_a_p_value_is_told_as_a_count():
 def test_a_wide_layer_is_not_strange_for_being_wide():
     explanation = _explanation([3.0, 0.0, 4.0])  # 1.5 and 1 per channel
     reason = describe_reason(explanation, 0, is_ood=True)
-    assert reason == "Strangest to the early layers, which see colours, edges and textures; above all a and c."
+    assert reason == "Strangest to the early layers, which see colours, edges and textures; above all a."
     assert layer_profile(explanation, 0)[2] == {"layer": "c", "contribution": 4.0, "n_channels": 4}
 
 

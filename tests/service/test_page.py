@@ -1,6 +1,7 @@
 """The page in a real browser: what a person sees, with a mouse, a keyboard, a phone, and a token."""
 
 import shutil
+import urllib.request
 
 import pytest
 import torch
@@ -73,6 +74,9 @@ def test_an_image_gets_a_verdict_a_place_among_others_and_a_reason(detector, vis
         assert page.locator("#distribution .bar").count() == 40
         assert page.locator("#distribution .mark").count() == 1
         assert page.locator("#profile .bar").count() == 2
+        assert page.inner_text("#n-seen") == "0"  # who looks at an image does not change the stream
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/score", data=png()[0], method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
         page.wait_for_selector("#stream .dot")
         assert page.inner_text("#n-seen") == "1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from neuralmean import memory
-from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
+from neuralmean.errors import NeuralMeanError, NeuralMeanWarning, UsageError
 from neuralmean.version import __version__
 
 app = typer.Typer(
@@ -71,10 +72,14 @@ def main() -> None:
         app()
     except NeuralMeanError as error:
         typer.echo(f"Error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has gone: nothing to say
         sys.exit(1)
     except MemoryError:
         typer.echo("Error: out of memory. Use a smaller --batch-size.", err=True)
+        sys.exit(1)
+    except OSError as error:  # of stdout, as files of ours have errors of their own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again when it ends
+        typer.echo(f"Error: expected to write the answer, but {error.strerror or error}.", err=True)
         sys.exit(1)

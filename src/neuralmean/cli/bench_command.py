@@ -63,7 +63,7 @@ def run(
         Path | None, typer.Option("--cache", metavar="DIR", help="Where features are kept; beside --out.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="At most so many images of a set: a quick look.")
+        int | None, typer.Option("--limit", min=50, help="At most so many images of a set: a quick look.")
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only these methods; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 
 _BAR = 40
 
@@ -28,7 +29,9 @@ def explain(
     from neuralmean.opening import open_saved
 
     if format_ not in ("table", "json"):
-        raise InputError(f"Expected --format to be table or json, but got {format_!r}.")
+        raise UsageError(f"Expected --format to be table or json, but got {format_!r}.")
+    if Path(image).is_dir():
+        raise UsageError(f"Expected one image to explain, but {image!r} is a folder. Name a file in it.")
     opened = open_saved(saved, model=model, weights=weights)
     batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
     batch = next(iter(batches), None)
@@ -48,10 +51,12 @@ def explain(
         typer.echo(json.dumps(row))
         return
     typer.echo(f"{batch.names[0]}: {decision}")
-    largest = max((abs(value) for _, value in layers), default=0.0) or 1.0
-    width = max(len(name) for name in [*found.layers, *terms])
-    for name, value in [*layers, *terms.items()]:
-        bar = "█" * min(round(abs(value) / largest * _BAR), _BAR) if name not in terms else ""
-        typer.echo(f"{name:<{width}}  {value:>9.4f}  {bar}")
+    parts = [*layers, *terms.items()]
+    largest = max((abs(value) for name, value in parts if name != "constant"), default=0.0) or 1.0
+    width = max(len(name) for name, _ in parts)
+    for name, value in parts:
+        bar = ("█" if value > 0 else "░") * min(round(abs(value) / largest * _BAR), _BAR)
+        typer.echo(f"{name:<{width}}  {value:>9.4f}  {bar if name != 'constant' else ''}".rstrip())
     typer.echo("channels: " + ", ".join(f"{name} {value:.3g}" for name, value in found.top_channels(n=top)))
     typer.echo("layers and terms add up to the score" if found.exact else "to first order: gradient times vector")
+    typer.echo("█ raises the score, ░ lowers it")

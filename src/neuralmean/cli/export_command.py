@@ -9,7 +9,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 
 
 @app.command(epilog="Example: `nmd export model.nmd --out model.onnx`; a file ending in .pt2 is for torch.export.")
@@ -21,10 +21,12 @@ def export(
 ) -> None:
     """Write the model with its detector as one graph; outputs: the model's own, score, p_value, is_ood."""
     from neuralmean import export as work
+    from neuralmean.files import check_target
     from neuralmean.opening import open_saved
 
     if out.suffix not in (".onnx", ".pt2"):
-        raise InputError(f"Expected --out to end in .onnx or .pt2, but got {str(out)!r}.")
+        raise UsageError(f"Expected --out to end in .onnx or .pt2, but got {str(out)!r}.")
+    check_target(out)
     opened = open_saved(saved, model=model, weights=weights)
     how = opened.need_preprocessing()
     if how.size is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 
 _EPILOG = (
     "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
@@ -51,21 +52,29 @@ def fit(
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a detector to a model and save it."""
+    from neuralmean.calibration import check_rate
     from neuralmean.detector import Detector
+    from neuralmean.discrepancy import check_statistic
     from neuralmean.files import check_target
+    from neuralmean.fitting import choose_scorer
     from neuralmean.scoring import CountedBatches
 
+    if engine not in ("local", "ray"):
+        raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
+    with options.usage():
+        check_statistic(statistic)
+        check_rate(false_alarm_rate, "--false-alarm-rate")
+        choose_scorer(scorer, None)
     check_target(out)
     resolved = options.resolve_spec(model, weights, mean, std, size)
     how = resolved.preprocessing
     if how is None:
         raise InputError(f"Expected to know how the images of {model!r} are prepared. Pass --mean, --std and --size.")
+    sets = {"id": id_data, "ood": ood, "held_out": held_out}
     info: dict[str, Any] = {
         "model": model,
         "preprocessing": how.to_json(),
-        "id": id_data,
-        "ood": ood,
-        "held_out": held_out,
+        **{key: paths and list(map(os.path.abspath, paths)) for key, paths in sets.items()},
     }
     if resolved.weights_path is not None:
         info["weights"] = str(resolved.weights_path.resolve())
@@ -84,10 +93,8 @@ def fit(
                 statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, batch_size=batch_size, address=address,
                 workers=workers, on_unreadable=options.tell_unreadable,
             )  # fmt: skip
-        elif engine == "local":
+        else:
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
             detector.fit(images(id_data), images(ood), held_out=images(held_out), false_alarm_rate=false_alarm_rate)
-        else:
-            raise InputError(f"Expected --engine to be local or ray, but got {engine!r}.")
     detector.save(out, info=info)
     typer.echo(f"{out}: {detector!r}", err=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 from neuralmean.images import Unreadable
 from neuralmean.modelspec import ResolvedModel, resolve
 from neuralmean.progress import showing
@@ -55,7 +55,7 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"Expected {option} to be numbers with commas between, but got {text!r}.") from None
+        raise UsageError(f"Expected {option} to be numbers with commas between, but got {text!r}.") from None
 
 
 def size(text: str | None) -> tuple[int, int] | None:
@@ -67,13 +67,22 @@ def size(text: str | None) -> tuple[int, int] | None:
     except ValueError:
         sides = []
     if len(sides) not in (1, 2) or min(sides) < 1:
-        raise InputError(f"Expected --size to be N or HxW in pixels, but got {text!r}.")
+        raise UsageError(f"Expected --size to be N or HxW in pixels, but got {text!r}.")
     return sides[0], sides[-1]
 
 
 def resolve_spec(spec: str, weights: Path | None, mean: str | None, std: str | None, side: str | None) -> ResolvedModel:
     """Build the model that the options describe."""
     return resolve(spec, weights=weights, mean=numbers(mean, "--mean"), std=numbers(std, "--std"), size=size(side))
+
+
+@contextmanager
+def usage() -> Generator[None]:
+    """Take what is wrong with a value inside the block for a wrong use of the command."""
+    try:
+        yield
+    except InputError as error:
+        raise UsageError(str(error)) from None
 
 
 @contextmanager
@@ -98,8 +107,8 @@ def named_paths(values: Sequence[str]) -> dict[str, str]:
         if not mark:
             name, path = Path(value).stem, value
         if not name or not path:
-            raise InputError(f"Expected NAME=DIR, but got {value!r}.")
+            raise UsageError(f"Expected NAME=DIR, but got {value!r}.")
         if name in named:
-            raise InputError(f"Expected a name for each set, but {name!r} comes twice.")
+            raise UsageError(f"Expected a name for each set, but {name!r} comes twice.")
         named[name] = path
     return named

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from neuralmean.images import Unreadable
@@ -53,14 +54,15 @@ def score(
     from neuralmean.scoring import ScoreFile, Tally, format_of, score_images
 
     if engine not in ("local", "ray"):
-        raise InputError(f"Expected --engine to be local or ray, but got {engine!r}.")
+        raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
     if resume and out is None:
-        raise InputError("Expected a file to go on with. Pass --out FILE with --resume.")
-    kind = format_of(out, format_)
+        raise UsageError("Expected a file to go on with. Pass --out FILE with --resume.")
+    with options.usage():
+        kind = format_of(out, format_)
     opened = open_saved(saved, model=model, weights=weights)
     how, tally = opened.need_preprocessing(), Tally()
 
-    def batches(skip: Callable[[str], bool] | None) -> Iterable[list[Row]]:
+    def batches(skip: Callable[[str], bool] | None) -> Iterator[list[Row]]:
         return score_images(
             opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
             on_unreadable=options.tell_unreadable, skip=skip,
@@ -83,18 +85,24 @@ def score(
                 _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
         elif out is not None:
             settings = [list(map(str, paths)), how.to_json(), batch_size]
-            ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume).write(batches, tally)
+            file = ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume)
+            try:
+                file.write(batches, tally)
+            except KeyboardInterrupt:
+                typer.echo("Stopped. The same command with --resume goes on from here.", err=True)
+                raise
         else:
             _print(kind, batches(None), tally)
     _finish(tally, quiet, fail_on_ood, paths)
 
 
-def _print(kind: str, parts: Iterable[list[Row]], tally: Tally) -> None:
+def _print(kind: str, parts: Iterator[list[Row]], tally: Tally) -> None:
     from neuralmean.scoring import format_rows
 
-    for index, rows in enumerate(parts):
-        for line in format_rows(kind, tally.count(rows), header=index == 0):
-            typer.echo(line)
+    with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must not outlive a stdout that fails
+        for index, rows in enumerate(parts):
+            for line in format_rows(kind, tally.count(rows), header=index == 0):
+                typer.echo(line)
 
 
 def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str]) -> None:

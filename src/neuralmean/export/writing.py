@@ -66,11 +66,24 @@ def to_onnx(
     if exported is None:
         raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.5 or newer.")
     proto = exported.model_proto
+    _name_batch(proto)
     arrange(proto)
     onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
     with write_atomically(path) as file:
         file.write(proto.SerializeToString())
     return tuple(outputs)
+
+
+def _name_batch(proto: Any) -> None:
+    """Call the batch by its name, and not by that of a symbol of torch's."""
+    values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
+    dims = [dim for value in values for dim in value.type.tensor_type.shape.dim]
+    symbols = {
+        dim.dim_param for value in proto.graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param
+    }
+    for dim in dims:
+        if dim.dim_param and dim.dim_param in symbols:
+            dim.dim_param = "batch"
 
 
 def to_pt2(

@@ -26,7 +26,12 @@ from neuralmean.report.gather import Pictured, SetResult, gather, part_names
 from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
-_TERMS = {"feature": "Penultimate feature", "energy": "Energy of the logits", "rest": "Rest"}
+_TERMS = {
+    "feature": "Penultimate feature",
+    "reach": "Energy over length",
+    "energy": "Energy of the logits",
+    "rest": "Rest",
+}
 
 
 def write_report(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,13 +97,12 @@ def cautions(
         )
     elif detector.calibration_source not in (None, "held_out"):
         found.append(detector.guarantee)
-    used = _paths(detector.info, "id", "held_out")
-    if used & _paths(info or {}, "id"):
+    if _share_images(_paths(detector.info, "id", "held_out"), _paths(info or {}, "id")):
         found.append(
             "The ID images of this report are ones that the detector was fitted or calibrated on: "
             "the figures flatter. Report on images that it has not seen."
         )
-    if _paths(detector.info, "ood") & _paths(info or {}, "ood"):
+    if _share_images(_paths(detector.info, "ood"), _paths(info or {}, "ood")):
         found.append("Some OOD images of this report are ones that the detector was fitted on: their figures flatter.")
     for result in (inside, *outside):
         if len(result) < 100:
@@ -141,6 +142,17 @@ def _paths(info: Mapping[str, Any], *keys: str) -> set[Path]:
         )
         found |= {Path(item).resolve() for item in values if isinstance(item, str)}
     return found
+
+
+def _share_images(some: set[Path], others: set[Path]) -> bool:
+    """Whether one of the paths is, or lies below, one of the others; of a glob, what comes before its first pattern."""
+    pairs = [(a, b) for a in map(_fixed, some) for b in map(_fixed, others)]
+    return any(a == b or a in b.parents or b in a.parents for a, b in pairs)
+
+
+def _fixed(path: Path) -> Path:
+    parts = list(takewhile(lambda part: not glob.has_magic(part), path.parts))
+    return Path(*parts)
 
 
 def _when(text: str) -> str:

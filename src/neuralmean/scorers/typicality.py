@@ -132,11 +132,12 @@ class TypicalityScorer(VectorScorer):
         return shares
 
     def terms(self, vectors: Any) -> dict[str, Tensor]:
-        """Return what does not belong to a channel: *feature*, *reach*, *energy* and the constant, (N,) each."""
+        """Return what belongs to no channel, (N,) each: *feature*, *reach*, *energy*, less their usual values, and a constant."""
         values = self._terms(vectors) / self.term_std_
-        constant = -(self.term_mean_ / self.term_std_).sum().expand(len(values))
+        usual = self.term_mean_ / self.term_std_
+        constant = -usual[:2].sum().expand(len(values))
         rest = values[:, 1] - self._angle.by_column(self._standardised(vectors)).sum(dim=1) / self.term_std_[1]
-        named = {name: values[:, index] for index, name in enumerate(TERMS) if index >= 2}
+        named = {name: values[:, index] - usual[index] for index, name in enumerate(TERMS) if index >= 2}
         return {**named, "constant": constant + rest}
 
     def _learn(self, inliers: Observation, chosen: Tensor | None) -> Self:

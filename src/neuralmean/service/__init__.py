@@ -87,11 +87,14 @@ def serve(
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
     """
     _check_extra()
+    from neuralmean.files import check_target
     from neuralmean.service.launch import load_served, run_server
     from neuralmean.service.settings import read_token
     from neuralmean.service.workers import on_own_thread
 
     settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
+    if settings.state is not None:
+        check_target(settings.state)
     served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights))
     app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
     run_server(app, host=host, port=port)

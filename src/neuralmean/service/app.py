@@ -171,8 +171,11 @@ class Service:
         return Response(body, media_type="application/octet-stream", headers=headers)
 
     async def score(self, request: Request) -> Response:
-        """Score, p-value and decision for image files: a form with files, or the bytes of one file as the body."""
-        explain = _flag(request, "explain")
+        """Score, p-value and decision for image files: a form with files, or the bytes of one file as the body.
+
+        With `watch=false` they do not count as part of the stream that the monitor watches.
+        """
+        explain, watched = _flag(request, "explain"), _flag(request, "watch", "true")
         batcher, preprocessing = self._running(), self.preprocessing
         if preprocessing is None:
             raise Refusal(415, "Expected a detector that knows how to prepare images, but this one does not.")
@@ -183,7 +186,7 @@ class Service:
                 del body
                 inputs = await self._decode(named, preprocessing)
             self.reader.add(hold, sum(array.nbytes for array in inputs))
-            jobs = [Job(preprocessing.normalise(array), explain) for array in inputs]
+            jobs = [Job(preprocessing.normalise(array), explain, watched) for array in inputs]
             answers = await self._run(batcher, request, jobs)
         return json_answer(self._score_answer(named, answers, explain=explain))
 
@@ -247,7 +250,7 @@ class Service:
         """Switch the drift alarm off and begin the test anew."""
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refusal(403, "Expected this from the server's own page, but it came from another site.")
-        self.live.monitor.reset()
+        self.live.reset()
         return json_answer({"drift": False})
 
     def _running(self) -> Batcher:
@@ -317,7 +320,7 @@ def _add_routes(app: FastAPI, service: Service, registry: Any) -> None:
         service._check_name(name, version)
         return await service.infer(request)
 
-    async def score(request: Request, explain: bool = False) -> Response:
+    async def score(request: Request, explain: bool = False, watch: bool = True) -> Response:
         return await service.score(request)
 
     infer.__doc__, score.__doc__ = service.infer.__doc__, service.score.__doc__
@@ -357,8 +360,8 @@ def _static(file: str, media_type: str) -> Callable[[], Awaitable[Response]]:
     return page
 
 
-def _flag(request: Request, name: str) -> bool:
-    value = request.query_params.get(name, "false").lower()
+def _flag(request: Request, name: str, default: str = "false") -> bool:
+    value = request.query_params.get(name, default).lower()
     if value not in ("true", "false", "1", "0"):
         raise Refusal(400, f"Expected `{name}` to be true or false, but got {value[:40]!r}.")
     return value in ("true", "1")

@@ -65,6 +65,7 @@ class Job:
 
     inputs: Tensor  # (N, ...)
     explain: bool = False
+    watched: bool = True  # whether it belongs to the stream that the monitor watches
     since: float = field(default_factory=time.monotonic)
     future: asyncio.Future[Answer] | None = None
     given_up: bool = False
@@ -295,7 +296,11 @@ class Batcher:
         self._end(n_rows)
         self._seconds_per_row = (time.monotonic() - begin) / n_rows / len(self._workers)
         _deliver(jobs, _share(jobs, shared))
-        self._afterwards.put((inputs, shared))
+        if all(job.watched for job in jobs):
+            self._afterwards.put((inputs, shared))
+        elif any(job.watched for job in jobs):
+            rows = torch.cat([torch.full((len(job),), job.watched) for job in jobs])
+            self._afterwards.put((inputs[rows], shared.of(rows)))
 
     def _follow(self) -> None:
         torch.set_num_threads(1)  # of this thread: the others are the workers'

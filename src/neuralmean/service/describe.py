@@ -50,13 +50,14 @@ def describe_reason(explanation: Explanation, row: int, *, is_ood: bool) -> str:
     """Say in a sentence or two which layers made the score what it is, and what such layers look at."""
     by_layer = explanation.by_layer[row]
     strangeness = by_layer / _n_channels(explanation)  # a wide layer is not strange for being wide
-    best = strangeness.topk(min(3, len(strangeness)))
+    part = _strangest_third(strangeness)
+    best = torch.where(_thirds(len(strangeness)) == part, strangeness, -torch.inf).topk(min(3, len(strangeness)))
     names = [
         explanation.layers[i] for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True) if value > 0
     ]
     sentences = []
     if names:
-        depth = _depth(strangeness)
+        depth = _WORDS[part]
         sentences.append(
             f"{'Strangest to' if is_ood else 'Most of the score comes from'} the {depth} layers, which see "
             f"{_MEANING[depth]}; above all {_join(names)}."
@@ -96,11 +97,18 @@ def _n_channels(explanation: Explanation) -> Tensor:
     return torch.tensor([float(counts[layer] or 1) for layer in explanation.layers])
 
 
-def _depth(by_layer: Tensor) -> str:
-    """Say in which third of the model the layers contribute most on average: early, middle or late."""
-    third = ((torch.arange(len(by_layer)) + 0.5) * 3 / len(by_layer)).long()
-    means = {part: by_layer[third == part].clamp_min(0).mean().item() for part in sorted(set(third.tolist()))}
-    return _WORDS[max(means, key=lambda part: means[part])]
+def _thirds(n_layers: int) -> Tensor:
+    """Return in which third of the model each layer is, shape (L,)."""
+    return ((torch.arange(n_layers) + 0.5) * 3 / n_layers).long()
+
+
+def _strangest_third(by_layer: Tensor) -> int:
+    """Say in which third of the model the layers contribute most on average."""
+    third = _thirds(len(by_layer))
+    means: dict[int, float] = {
+        part: by_layer[third == part].clamp_min(0).mean().item() for part in sorted(set(third.tolist()))
+    }
+    return max(means, key=lambda part: means[part])
 
 
 def _join(names: list[str]) -> str:

@@ -58,12 +58,15 @@ class Live:
         self._lock = threading.Lock()
         self._number = 0
         self._saved = (-1, -1)
+        self._drift_time: float | None = None  # of the alarm, if it went off since the start
         self._items: deque[Item] = deque(maxlen=N_ITEMS)
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
     def take(self, inputs: Tensor, shared: Pass) -> None:
         """Take a batch in; one at a time."""
-        self.monitor.update(shared.decision, vectors=shared.vectors)
+        was_on = self.monitor.drift
+        if self.monitor.update(shared.decision, vectors=shared.vectors) and not was_on:
+            self._tell_of_alarm()
         decision, now = shared.decision, time.time()
         rows = zip(decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), strict=True)
         items = [Item(self._number + i, now, score, p, ood) for i, (score, p, ood) in enumerate(rows, 1)]
@@ -74,6 +77,26 @@ class Live:
             self._number += len(items)
             self._items.extend(items)
             self._flagged.extend(pictures)
+
+    def _tell_of_alarm(self) -> None:
+        status, self._drift_time = self.monitor.status(), time.time()
+        moved = ", ".join(layer.layer for layer in status.layers if layer.moved) or "none for certain yet"
+        log.warning(
+            "The stream has shifted: noticed at input %d, by %s. Of the last %d inputs %.1f %% are flagged, %.1f %% are "
+            "expected. Layers that moved: %s.",
+            status.drift_at,
+            "single inputs" if status.drift_by == "items" else "the mean of many",
+            status.n_window,
+            100 * (status.window_ood_rate or 0.0),
+            100 * status.expected_ood_rate,
+            moved,
+        )
+
+    def reset(self) -> None:
+        """Switch the alarm off."""
+        self.monitor.reset()
+        self._drift_time = None
+        log.warning("The drift alarm was reset.")
 
     def _picture(self, row: Tensor) -> NDArray[np.uint8] | None:
         """Return what the model saw as a small picture (H, W, C)."""
@@ -100,6 +123,7 @@ class Live:
             "flagged": flagged,
             "monitor": {
                 **status,
+                "drift_time": self._drift_time,
                 "layers": status["layers"][:N_SHOWN_LAYERS],
                 "n_layers": len(status["layers"]),
                 "n_moved": len(moved),

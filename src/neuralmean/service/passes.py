@@ -30,6 +30,11 @@ class Pass:
     vectors: Tensor  # (N, D)
     explanation: Explanation | None  # of the rows asked for
 
+    def of(self, rows: Tensor) -> Pass:
+        """Return what it showed of some of the inputs, without explanations."""
+        output = None if self.output is None else self.output[rows]
+        return Pass(output, Decision(self.decision.score[rows], self.decision.calibration), self.vectors[rows], None)
+
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Output, score, p-value and decision of all rows, made once for all requests that share the pass."""

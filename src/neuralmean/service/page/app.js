@@ -168,7 +168,7 @@ function showMonitor(monitor) {
     setText(byId("drift-title"), "The stream has shifted.");
     const how = monitor.drift_by === "items" ? "the scores of single inputs" : "the mean of many inputs together";
     const moved = monitor.layers.filter((layer) => layer.moved).slice(0, 3).map((layer) => layer.layer);
-    setText(byId("drift-text"), `Noticed at input ${count(monitor.drift_at)}, by ${how}.` + (moved.length ? ` Moved most: ${moved.join(", ")}.` : ""));
+    setText(byId("drift-text"), `Noticed at input ${count(monitor.drift_at)}${monitor.drift_time ? `, ${new Date(monitor.drift_time * 1000).toLocaleString()}` : ""}, by ${how}.` + (moved.length ? ` Moved most: ${moved.join(", ")}.` : ""));
   }
   drawPValues(monitor);
   showLayers(monitor);
@@ -269,7 +269,7 @@ async function check(file) {
   try {
     const form = new FormData();
     form.append("file", file, file.name || "image");
-    const answer = await askJson("/score?explain=true", { method: "POST", body: form });
+    const answer = await askJson("/score?explain=true&watch=false", { method: "POST", body: form });
     showResult(answer.results[0], file);
   } catch (error) {
     byId("result").hidden = true;
