@@ -541,6 +541,15 @@ def test_a_model_whose_train_returns_nothing(images):
     torch.testing.assert_close(frozen.score(images[:5]), detector.score(images[:5]))
 
 
+def test_a_scorer_that_cannot_be_copied_is_told(model, images):
+    class Holding(AverageScorer):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    with pytest.raises(InputError, match="Expected a `scorer` that can be copied, but Holding cannot: cannot pickle"):
+        Detector(model, scorer=Holding())
+
+
 def test_a_fit_that_fails_leaves_the_scorer_as_it_was(model, images, strange):
     own = LogisticScorer()
     detector = Detector(model, scorer=own).fit(images, strange, held_out=HELD_OUT)
@@ -791,7 +800,8 @@ def test_a_decision_is_neither_true_nor_false_and_can_be_cut(model, images):
     with pytest.raises(InputError, match="Expected to be asked for `is_ood`"):
         bool(decision)
     assert torch.equal(decision[2:4].score, decision.score[2:4])
-    assert torch.equal(decision[-1].score, decision.score[-1:])
+    for last in (-1, 5, np.int64(5), torch.tensor(5)):
+        assert torch.equal(decision[last].score, decision.score[-1:])
 
 
 def test_terms_are_above_their_usual(model, images):

@@ -460,7 +460,7 @@ class TestWeights:
         ("make", "message"),
         [
             (lambda path: None, "but there is no such file"),
-            (lambda path: path.write_bytes(b""), "a torch file with nothing but tensors, but it is neither"),
+            (lambda path: path.write_bytes(b""), "to be a file with weights, but it cannot be read"),
             (
                 lambda path: path.write_bytes(b"rubbish" * 10),
                 "a torch file with nothing but tensors, but it is neither",

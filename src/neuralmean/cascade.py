@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from neuralmean.calibration import Calibration, examples_needed
+from neuralmean.discrepancy import scale_of
 from neuralmean.errors import InputError
 from neuralmean.fitting import fit_scorer
 from neuralmean.layers import Layer
@@ -59,10 +60,7 @@ class SpreadScorer(VectorScorer):
     def fit(self, inliers: Tensor, outliers: Tensor | None = None) -> Self:
         """Learn the mean and deviation of each column."""
         moments = Moments.of_blocks(Blocks(inliers), inliers.shape[1])
-        self.mean_, std = moments.mean.float(), moments.std
-        self.std_ = (
-            std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12).float()
-        )  # a dead channel must not outweigh the others
+        self.mean_, self.std_ = moments.mean.float(), scale_of(moments).float()
         return self
 
     def score(self, vectors: Tensor) -> Tensor:
@@ -182,9 +180,8 @@ class CascadeScorer(VectorScorer):
             vectors: The first columns of the vector, (N, D').
         """
         scores = self.exits[index].score(vectors)
-        if (
-            not len(scores) or scores.max().item() <= self._ends[index]
-        ):  # so it is with nearly every in-distribution input
+        # So it is with nearly every in-distribution input.
+        if not len(scores) or scores.max().item() <= self._ends[index]:
             return so_far
         excess = scores - self.zero_[index]
         return self._raise(excess.new_full(excess.shape, -torch.inf) if so_far is None else so_far, index, excess)

@@ -48,7 +48,7 @@ class Decision:
 
     def __getitem__(self, rows: int | slice) -> Decision:
         """Return the decision on one of the inputs, or on some."""
-        if isinstance(rows, int):
+        if not isinstance(rows, slice):
             index = range(len(self))[rows]
             rows = slice(index, index + 1)
         return Decision(self.score[rows], self.calibration)

@@ -84,7 +84,7 @@ class Detector:
             raise InputError("Expected a reference of the layers that are watched. Make it with the same `layers`.")
         if isinstance(head, str) and head not in dict(unwrap(model).named_modules()):
             raise InputError(f"Expected `head` to be a layer of {type(unwrap(model)).__name__}, but got {head!r}.")
-        fitting.choose_scorer(scorer, None)  # a wrong name is an error now rather than in `fit`
+        fitting.check_scorer(scorer)  # a wrong name is an error now rather than in `fit`
         self._scorer_choice = scorer
         self._reference_given = reference
         self._head_choice = head
@@ -284,7 +284,8 @@ class Detector:
 
         Batch norms are folded into the convolutions before them; early exits stay exits. Holds for inputs of the shape of `x` on
         the CPU; others go through the model as ever. The graph is used only if it gives the model's own numbers, but for their
-        last digits, and until the next `fit`. Its output carries no gradients to the weights.
+        last digits, and until the next `fit`; a copy of the detector runs the model. Its output carries no gradients to the
+        weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).

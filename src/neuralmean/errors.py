@@ -2,7 +2,8 @@
 
     NeuralMeanError
     ├── InputError (ValueError)                 an argument or an input that cannot be used
-    │   └── ModelInputError (RuntimeError)      the model itself could not run on the input
+    │   ├── ModelInputError (RuntimeError)      the model itself could not run on the input
+    │   └── UsageError                          a command that was called in a way it does not know
     ├── LayerNotFoundError (LookupError)        a layer name that the model does not have
     ├── LayerNotFiredError (RuntimeError)       a watched layer that took no part in the forward pass
     ├── NotFittedError (RuntimeError)           something was asked for that `fit` or `calibrate` makes
@@ -31,6 +32,10 @@ class ModelInputError(InputError, RuntimeError):
     """The model could not run on the input."""
 
 
+class UsageError(InputError):
+    """A command that was called in a way it does not know."""
+
+
 class LayerNotFoundError(NeuralMeanError, LookupError):
     """A layer name that the model does not have."""
 
@@ -49,10 +54,6 @@ class CalibrationError(NeuralMeanError, ValueError):
 
 class ModelMismatchError(NeuralMeanError, ValueError):
     """The model is not the one that the detector was fitted on."""
-
-
-class UsageError(InputError):
-    """A command that was called in a way it does not know."""
 
 
 class ArtefactError(NeuralMeanError, ValueError):

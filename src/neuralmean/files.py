@@ -54,9 +54,9 @@ def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> Abstr
 
 
 def check_target(path: str | Path) -> None:
-    """Raise now what `write_atomically` would raise after hours of work: no such folder, or a folder of that name."""
+    """Raise now what `write_atomically` would raise after hours of work: no such folder, a folder of that name, no permission."""
     path = Path(path)
-    mode, folder = _existing_mode(path), path.absolute().parent
+    mode, folder = _existing_mode(path), Path(os.path.realpath(path)).parent
     if mode is None and not folder.is_dir():
         raise ArtefactError(_explain(path, OSError(errno.ENOENT, "")))
     if (mode is None or stat.S_ISREG(mode)) and not os.access(folder, os.W_OK):

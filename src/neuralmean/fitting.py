@@ -38,14 +38,25 @@ FOLDS = 5
 _MLP_FROM = 5000
 
 
+def check_scorer(choice: str | Scorer | None) -> None:
+    """Raise unless it is the name of a scorer, or an object that can be one."""
+    if isinstance(choice, str):
+        make_scorer(choice)
+    elif choice is not None and not all(callable(getattr(choice, name, None)) for name in ("fit", "score")):
+        raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
+
+
 def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
     """Return a new scorer of the kind asked for, or the best one for the data: `n_outliers` is None without OOD data."""
     if isinstance(choice, str):
         return make_scorer(choice)
     if choice is not None:
-        if not (callable(getattr(choice, "fit", None)) and callable(getattr(choice, "score", None))):
-            raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
-        return copy.deepcopy(choice)  # so that a fit that fails, or another detector's, does not change it
+        try:
+            return copy.deepcopy(choice)  # so that a fit that fails, or another detector's, does not change it
+        except Exception as error:
+            raise InputError(
+                f"Expected a `scorer` that can be copied, but {type(choice).__name__} cannot: {error}."
+            ) from error
     if n_outliers is None:
         return make_scorer("typicality")
     return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")

@@ -122,9 +122,8 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
         return Layer(name, "norm" if is_image else "layernorm", shape[0] if is_image else shape[-1])
     if isinstance(module, nn.GroupNorm):
         return Layer(name, "norm", module.num_channels)
-    if (
-        isinstance(module, nn.Linear) and type(module) is not NonDynamicallyQuantizableLinear
-    ):  # attention reads its weight
+    # Attention reads the weight of its last layer and never calls it.
+    if isinstance(module, nn.Linear) and type(module) is not NonDynamicallyQuantizableLinear:
         return Layer(name, "linear", module.out_features)
     return None
 

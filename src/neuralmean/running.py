@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neuralmean.data import Batch
 from neuralmean.errors import InputError, ModelInputError
 from neuralmean.layers import WRAPPERS
 
@@ -134,19 +135,36 @@ _SIGNS = {
 _SIGNS["ValueError"] = _SIGNS["TorchRuntimeError"] = _SIGNS["RuntimeError"]
 
 
-def input_error(error: Exception, core: nn.Module, x: Tensor, name: str) -> ModelInputError | None:
-    """Return in our words what a model said of an input that it cannot take; None for an error of another kind.
+class blaming_input:  # noqa: N801 - as `evaluating`
+    """Say in our words what a model that runs inside the block has against its input; other errors stay what they are.
 
     Args:
-        error: What it raised.
         core: The model.
-        x: The input.
-        name: What the caller calls it.
+        batch: The inputs.
+        name: What the caller calls them.
+
+    Raises:
+        ModelInputError: The input has a shape or type that the model cannot take.
     """
-    if not any(sign in str(error) for sign in _SIGNS.get(type(error).__name__, ())):
-        return None
-    reason = str(error).splitlines()[0][:200].rstrip(".")
-    return ModelInputError(
-        f"Expected `{name}` to be an input that {type(core).__name__} accepts, but got shape {tuple(x.shape)} of {x.dtype}: "
-        f"{reason}."
-    )
+
+    __slots__ = ("_batch", "_core", "_name")
+
+    def __init__(self, core: nn.Module, batch: Batch, name: str) -> None:
+        self._core, self._batch, self._name = core, batch, name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None or kind.__name__ not in _SIGNS:
+            return
+        said = str(error)
+        if kind.__name__ == "TorchRuntimeError":  # the compiler tells of the whole graph first
+            said = said.partition(": got ")[2] or said
+        if not any(sign in said for sign in _SIGNS[kind.__name__]):
+            return
+        x, reason = self._batch.first, said.splitlines()[0][:200].rstrip(".")
+        raise ModelInputError(
+            f"Expected `{self._name}` to be an input that {type(self._core).__name__} accepts, but got shape "
+            f"{tuple(x.shape)} of {x.dtype}: {reason}."
+        ) from error

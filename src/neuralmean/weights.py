@@ -6,6 +6,7 @@ at all: a file that lacks a tensor or brings one too many is an error that names
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,11 @@ def read_weights(path: str | Path) -> Weights:
     path = Path(path)
     if not path.is_file():
         raise ArtefactError(f"Expected {str(path)!r} to be a file with weights, but there is no such file.")
-    with path.open("rb") as handle:
-        start = handle.read(9)
+    try:
+        with path.open("rb") as handle:
+            start = handle.read(9)
+    except OSError as error:
+        raise ArtefactError(f"Expected to read the weights in {str(path)!r}, but {error.strerror or error}.") from error
     weights = _read_safetensors(path) if start[8:] == b"{" else Weights(_read_torch(path), {})
     if not weights.tensors:
         raise ArtefactError(
@@ -61,10 +65,17 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         # A handle and not the path: torch would go by the name's ending.
         with path.open("rb") as handle:
             held = torch.load(handle, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own words would advise to run the code that is in the file
+    except pickle.UnpicklingError as error:  # torch's own words would advise to run the code that is in the file
         raise ArtefactError(
             f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but it is neither: it "
             "holds more, or something else. Save `model.state_dict()`, best as safetensors."
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # bytes that are no such file may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+        raise ArtefactError(
+            f"Expected {str(path)!r} to be a file with weights, but it cannot be read: {reason}."
         ) from error
     for key in _STATE_KEYS:
         if isinstance(held, dict) and isinstance(held.get(key), dict):

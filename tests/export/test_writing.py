@@ -367,8 +367,10 @@ def test_a_model_without_classes_is_exported(tmp_path):
 
 def test_an_example_that_the_model_cannot_take_is_told(tmp_path):
     detector = Detector(make_trained(), scorer="average").calibrate(usual())
-    with pytest.raises(ModelInputError, match=r"Expected `example_input` to be an input that TinyNet accepts"):
+    with pytest.raises(ModelInputError, match=r"Expected `input_shape` to be an input that TinyNet accepts"):
         to_pt2(detector, tmp_path / "x.pt2", input_shape=(4, 8, 8))
+    with pytest.raises(ModelInputError, match=r"Expected `example_input` to be an input that TinyNet accepts"):
+        to_pt2(detector, tmp_path / "x.pt2", example_input=torch.rand(2, 4, 8, 8))
 
 
 def test_a_model_that_keeps_what_it_computed_is_told(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from neuralmean.errors import InputError, LayerNotFiredError, LayerNotFoundError
 from neuralmean.layers import Layer, select_layers
 from neuralmean.recorder import Recorder, RecordingModule, find_head
 from neuralmean.recorder.sink import Sink
+from neuralmean.running import blaming_input
 from tests.conftest import TinyNet, count_hooks
 
 
@@ -528,3 +530,36 @@ def test_an_activation_without_inputs_is_told():
         InputError, match="Expected layer 'fc' to have a tensor of inputs and channels, but it has none"
     ):
         Recorder(model, select_layers(model, ["fc"]))(to_batch(torch.rand(5, 3, 8, 8)))
+
+
+class TorchRuntimeError(RuntimeError):
+    """As the compiler's: it tells of its graph first."""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            TorchRuntimeError("failed to run: FakeTensor(..., size=(2, 4)): got RuntimeError('mat1 shape')"),
+            "RuntimeError",
+        ),
+        (TorchRuntimeError("failed to run: FakeTensor(..., size=(2, 4)): got NotImplementedError('no')"), None),
+        (ValueError("expected 4D input (got 3D input)"), "expected 4D input"),
+        (ValueError("no such mode"), None),
+        (TypeError("forward() got an unexpected keyword argument 'y'"), "forward"),
+        (NotImplementedError("size"), None),
+    ],
+)
+def test_what_a_model_says_of_its_input_is_told_in_our_words(model, error, reason):
+    def run():
+        with blaming_input(model, to_batch(torch.rand(2, 4)), "x"):
+            raise error
+
+    if reason is None:
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            run()
+    else:
+        with pytest.raises(
+            ModelInputError, match=rf"`x` to be an input that TinyNet accepts, but got shape \(2, 4\).*: {reason}"
+        ):
+            run()

@@ -131,7 +131,8 @@ def test_small_sets_and_unreadable_files_are_told(detector):
 @pytest.mark.parametrize(
     ("used", "shown", "shared"),
     [("/a/val", "/a/val", True), ("/a/val", "/a", True), ("/a", "/a/val/1.png", True), ("/a/val", "/a/val/*.png", True),
-     ("/a/val", "/b/val", False), ("/a/val", "/a/value", False)],
+     ("/a/val", "/b/val", False), ("/a/val", "/a/value", False), ("/a/*/train", "/a/*/test", False),
+     ("/a/*.png", "/a/test", False), ("/a/*.png", "/a/*.png", True), ("/a/*/x.png", "/", True)],
 )  # fmt: skip
 def test_images_of_the_fit_are_known_by_where_they_are(used, shown, shared):
     assert describe._share_images({Path(used)}, {Path(shown)}) is shared

@@ -570,7 +570,7 @@ def test_a_packed_body_counts_as_what_it_is_unpacked(detector):
     assert app.state.service.reader.n_bytes == 0
 
 
-def test_a_model_that_cannot_take_zeros_is_served_all_the_same(detector, caplog, monkeypatch):
+def test_a_model_that_cannot_take_zeros_is_served_all_the_same(detector, monkeypatch):
     run = app_module.run_pass
 
     def no_zeros(detector, x, *args, **kwargs):
@@ -579,10 +579,7 @@ def test_a_model_that_cannot_take_zeros_is_served_all_the_same(detector, caplog,
         return run(detector, x, *args, **kwargs)
 
     monkeypatch.setattr(app_module, "run_pass", no_zeros)
-    caplog.set_level(logging.WARNING, "neuralmean.service")
-    answer = ask(create_app(detector, PREPROCESSING), "POST", "/score", content=png()[0])
-    assert answer.status_code == 200
-    assert "not tried out before the first request, as it cannot take zeros: Expected finite" in caplog.text
+    assert ask(create_app(detector, PREPROCESSING), "POST", "/score", content=png()[0]).status_code == 200
 
 
 def test_a_reset_alone_is_saved(detector, tmp_path, images):

@@ -79,7 +79,10 @@ def main() -> None:
     except MemoryError:
         typer.echo("Error: out of memory. Use a smaller --batch-size.", err=True)
         sys.exit(1)
-    except OSError as error:  # of stdout, as files of ours have errors of their own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again when it ends
-        typer.echo(f"Error: expected to write the answer, but {error.strerror or error}.", err=True)
+    except OSError as error:
+        if error.filename is not None:
+            typer.echo(f"Error: {error}.", err=True)
+        else:  # stdout's, as it seems, and Python would try again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            typer.echo(f"Error: expected to write the answer, but {error.strerror or error}.", err=True)
         sys.exit(1)

@@ -14,7 +14,10 @@ from neuralmean.errors import ArtefactError
 @app.command(epilog="Example: `nmd demo --out demo-output`. Under a minute, nothing is downloaded.")
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where the picture, the detector and the report go.")
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Where the picture, the report, the detector, its weights and some images go."
+        ),
     ] = Path("demo-output"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of data split and training.")] = 0,
 ) -> None:

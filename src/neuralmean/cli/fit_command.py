@@ -56,7 +56,7 @@ def fit(
     from neuralmean.detector import Detector
     from neuralmean.discrepancy import check_statistic
     from neuralmean.files import check_target
-    from neuralmean.fitting import choose_scorer
+    from neuralmean.fitting import check_scorer
     from neuralmean.scoring import CountedBatches
 
     if engine not in ("local", "ray"):
@@ -64,7 +64,7 @@ def fit(
     with options.usage():
         check_statistic(statistic)
         check_rate(false_alarm_rate, "--false-alarm-rate")
-        choose_scorer(scorer, None)
+        check_scorer(scorer)
     check_target(out)
     resolved = options.resolve_spec(model, weights, mean, std, size)
     how = resolved.preprocessing

@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from neuralmean.artefact import FORMAT_VERSION
+from neuralmean.cascade import CascadeScorer
 from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.export.arranging import arrange
 from neuralmean.export.detector_graph import DetectorGraph, input_names
 from neuralmean.files import write_atomically
 from neuralmean.layers import unwrap
-from neuralmean.running import Modules, device_of, evaluating, input_error
+from neuralmean.running import Modules, blaming_input, device_of, evaluating
 from neuralmean.saving import to_artefact
 from neuralmean.scorers import VectorScorer
 from neuralmean.version import __version__
@@ -117,13 +118,9 @@ def _trace(
     shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
     with torch.no_grad(), evaluating(Modules(graph)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
-        try:
+        given = "input_shape" if example_input is None else "example_input"
+        with blaming_input(unwrap(detector.model), batch, given):
             output = graph(*values)[0]
-        except (RuntimeError, ValueError, TypeError) as error:
-            told = input_error(error, unwrap(detector.model), batch.first, "example_input")
-            if told is None:
-                raise
-            raise told from error
         program = _export(graph, values, shapes)
     return program, list(names), [*_output_names(output), *VERDICTS]
 
@@ -170,7 +167,8 @@ def _output_names(output: Any) -> list[str]:
 
 
 def _header(detector: Detector) -> dict[str, Any]:
-    if isinstance(getattr(detector.scorer, "full", detector.scorer), VectorScorer):
+    scorer = detector.scorer.full if isinstance(detector.scorer, CascadeScorer) else detector.scorer
+    if isinstance(scorer, VectorScorer):
         header = to_artefact(detector).header
     else:  # a scorer of the user's own is in the graph but has no saved form
         header = {"threshold": detector.threshold, "versions": {"neuralmean": __version__, "torch": torch.__version__}}

@@ -20,7 +20,7 @@ from neuralmean.recorder.plan import Plan
 from neuralmean.recorder.sink import Sink, Stop
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, device_of, evaluating, input_error, is_compiled
+from neuralmean.running import Modules, blaming_input, device_of, evaluating, is_compiled
 
 
 class Recorder:
@@ -69,13 +69,8 @@ class Recorder:
         modules = self._plan.modules()
         check_input(batch, name, tokens=self.takes_tokens)
         batch = batch.to(device_of(modules))
-        try:
+        with blaming_input(self._core, batch, name):
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
-        except (RuntimeError, ValueError, TypeError) as error:
-            told = input_error(error, self._core, batch.first, name)
-            if told is None:
-                raise
-            raise told from error
 
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.

@@ -24,7 +24,7 @@ from neuralmean.errors import InputError, LayerNotFiredError
 from neuralmean.layers import unwrap
 from neuralmean.recorder.plan import Plan
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, device_of, evaluating, input_error
+from neuralmean.running import Modules, blaming_input, device_of, evaluating
 
 _NOTHING: Mapping[str, Any] = {}
 _FLOAT = torch.float32
@@ -285,26 +285,21 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     outputs: dict[str, Tensor] = {}
     thread = threading.get_ident()
 
-    def keep(name: str) -> Callable[..., None]:
+    def keep(layer: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: object) -> None:
             if threading.get_ident() == thread and isinstance(output, Tensor):
-                outputs[name] = output
+                outputs[layer] = output
 
         return hook
 
     handles: list[RemovableHandle] = []
-    with evaluating(Modules(core)), torch.no_grad():
+    with blaming_input(core, batch, name), evaluating(Modules(core)), torch.no_grad():
         try:
             for layer, module in core.named_modules():
                 if isinstance(module, nn.Linear):
                     handles.append(module.register_forward_hook(keep(layer)))
             moved = batch.to(device_of(core.modules())).clone()  # a model may write to its input, which is needed again
             result = main_tensor(core(*moved.args, **moved.kwargs))
-        except (RuntimeError, ValueError, TypeError) as error:
-            told = input_error(error, core, batch.first, name)
-            if told is None:
-                raise
-            raise told from error
         finally:
             for handle in handles:
                 handle.remove()

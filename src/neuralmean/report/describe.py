@@ -145,14 +145,22 @@ def _paths(info: Mapping[str, Any], *keys: str) -> set[Path]:
 
 
 def _share_images(some: set[Path], others: set[Path]) -> bool:
-    """Whether one of the paths is, or lies below, one of the others; of a glob, what comes before its first pattern."""
-    pairs = [(a, b) for a in map(_fixed, some) for b in map(_fixed, others)]
-    return any(a == b or a in b.parents or b in a.parents for a, b in pairs)
+    """Whether one of the paths is, or surely lies below, one of the others; what two globs share is not known."""
+    return any(a == b or _is_below(a, b) or _is_below(b, a) for a in some for b in others)
 
 
-def _fixed(path: Path) -> Path:
-    parts = list(takewhile(lambda part: not glob.has_magic(part), path.parts))
-    return Path(*parts)
+def _is_below(path: Path, folder: Path) -> bool:
+    """Whether all that a path or glob names is in a folder."""
+    if _is_glob(folder):
+        return False
+    if not _is_glob(path):
+        return folder in path.parents
+    fixed = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+    return fixed == folder or folder in fixed.parents
+
+
+def _is_glob(path: Path) -> bool:
+    return glob.has_magic(str(path)) and not path.exists()
 
 
 def _when(text: str) -> str:

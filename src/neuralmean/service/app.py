@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -47,8 +46,6 @@ from neuralmean.version import __version__
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-log = logging.getLogger("neuralmean.service")
 
 _PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:"
 _PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
@@ -116,12 +113,9 @@ class Service:
         """Run the model where the size of its input is known, so that the first request is as fast as the next."""
         if self.spec.shape is None or None in self.spec.shape:
             return make_runners(self.detector, None, n_threads)
-        example = torch.zeros(1, *(side or 1 for side in self.spec.shape))
-        try:
-            output = run_pass(self.detector, example).output
-        except Exception as error:  # whatever a model has against an input without any content  # noqa: BLE001
-            log.warning("The model was not tried out before the first request, as it cannot take zeros: %s", error)
-            return make_runners(self.detector, None, n_threads)
+        # Not zeros: a model that divides by the deviation of its input could not take them.
+        example = torch.rand(1, *(side or 1 for side in self.spec.shape), generator=torch.Generator().manual_seed(0))
+        output = run_pass(self.detector, example).output
         self.output_shape = None if output is None else tuple(output.shape[1:])
         return make_runners(self.detector, example, n_threads)
 

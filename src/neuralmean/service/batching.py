@@ -86,7 +86,8 @@ class Batcher:
         max_batch: Most rows of a batch.
         max_wait_ms: Longest time that a free worker waits for company, under load.
         queue: Most rows that wait.
-        after: Called with each batch's inputs and pass, one after the other on a thread of its own.
+        after: Called with the watched inputs of each batch and what the pass showed of them, one batch after the other on a
+            thread of its own.
     """
 
     def __init__(

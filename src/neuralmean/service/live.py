@@ -40,7 +40,7 @@ class Item:
 
 
 class Live:
-    """Takes every batch in, on one thread; is asked by the page and by Prometheus, on other threads.
+    """Takes what is watched of every batch in, on one thread; is asked by the page and by Prometheus, on other threads.
 
     Args:
         monitor: Watches the stream.

@@ -59,7 +59,7 @@ REMARKS: dict[str, str] = {
     "latency": (
         "The paper's times are from a GTX 1080 Ti; what compares across machines is the ratio to the plain forward pass of "
         "the same image, taken in turn. Every fit is timed from pixels, nothing of it comes from the cache; Ours-Avg has "
-        "none, as its reference is the batch-norm buffers. NMD on one image costs 1.1 to 1.2 passes, as in the paper (1.12), "
+        "none, as its reference is the batch-norm buffers. NMD on one image costs less over a plain pass than in the paper, "
         "less than KNN and a little more than ViM, which reads the last layer only. `Detector.freeze`, which runs the same pass "
         "as one graph and is not measured here, costs less than the plain pass. The order of the others is "
         "the paper's (fine-tuned ones one pass; ODIN and G-ODIN two with a gradient) except at its end: Mahalanobis, with its "
