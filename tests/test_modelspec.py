@@ -463,7 +463,7 @@ class TestWeights:
             (lambda path: path.write_bytes(b""), "to be a file with weights, but it cannot be read"),
             (
                 lambda path: path.write_bytes(b"rubbish" * 10),
-                "a torch file with nothing but tensors, but it is neither",
+                "to be a file with weights, but it cannot be read",
             ),
             (lambda path: path.write_bytes(b"\xff" * 8 + b"{rubbish"), "to be a safetensors file, but it is damaged"),
             (lambda path: save_file({}, path), "to hold the tensors of a model, but it holds none"),
