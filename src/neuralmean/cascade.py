@@ -113,8 +113,7 @@ class CascadeScorer(VectorScorer):
             layers: The watched layers.
             repeated: Indices of layers that run more than once in a pass; there is no exit behind the first of them.
         """
-        if isinstance(scorer, CascadeScorer):
-            scorer = scorer.full
+        scorer = full_of(scorer)
         end = min(repeated, default=len(layers))
         depths = sorted({depth for share in SHARES if 0 < (depth := round(share * len(layers))) <= end})
         depths = [depth for depth in depths if depth < len(layers)]
@@ -279,6 +278,11 @@ def bar_of(calibration: Calibration) -> float:
 def make(name: str, options: Mapping[str, JSON]) -> VectorScorer:
     """Return a new scorer by name, a cascade included: what a saved file names."""
     return CascadeScorer(**dict(options)) if name == NAME else make_scorer(name, options)  # type: ignore[arg-type]
+
+
+def full_of(scorer: Scorer) -> Scorer:
+    """Return the full scorer of a cascade; any other scorer is its own."""
+    return scorer.full if isinstance(scorer, CascadeScorer) else scorer
 
 
 def widths_of(layers: Sequence[Layer], depths: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ what a layer or a score is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +46,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.first)
 
-    def clone(self) -> Batch:
-        """Return the batch with tensors of its own."""
-        own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in self.kwargs.items()}
-        return Batch(tuple(value.clone() if isinstance(value, Tensor) else value for value in self.args), own)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with what `change` makes of each of its tensors."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        return Batch(tuple(map(changed, self.args)), {key: changed(value) for key, value in self.kwargs.items()})
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`."""
@@ -60,8 +63,7 @@ class Batch:
             and self.args[0].device == device
         ):
             return self
-        move = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.kwargs.items()}
-        return Batch(tuple(value.to(device) if isinstance(value, Tensor) else value for value in self.args), move)
+        return self.each(lambda value: value.to(device))
 
 
 def to_batch(value: Any) -> Batch:
@@ -195,11 +197,7 @@ def _whole(data: Any) -> Batch | None:
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     size = len(batch)
-
-    def cut(value: Any) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.dim() > 0 and len(value) == size else value
-
-    return Batch(tuple(map(cut, batch.args)), {key: cut(value) for key, value in batch.kwargs.items()})
+    return batch.each(lambda value: value[rows] if value.dim() > 0 and len(value) == size else value)
 
 
 def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -311,12 +311,9 @@ class Detector:
             info: JSON values to keep beside it (model spec, preprocessing), added to `detector.info`.
         """
         self._watch.check()
-        before, self.info = self.info, {**self.info, **(info or {})}
-        try:
-            to_artefact(self).write(path)
-        except BaseException:
-            self.info = before
-            raise
+        known = {**self.info, **(info or {})}
+        to_artefact(self, known).write(path)
+        self.info = known
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Detector:

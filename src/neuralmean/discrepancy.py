@@ -79,7 +79,7 @@ def scale_of(moments: Moments) -> Tensor:
     That is its deviation; a column that hardly varies, a dead channel's, must not outweigh the others.
     """
     std = moments.std
-    return std.clamp_min(1e-3 * std.mean().item()).clamp_min(1e-12)
+    return std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12)
 
 
 def pool_batch(means: Tensor, variances: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from neuralmean.errors import ModelMismatchError
 from neuralmean.layers import unwrap
 
 _version = operator.attrgetter("_version")
-_values = operator.methodcaller("values")  # a scripted module has something else than dicts
+_values_of = operator.methodcaller("values")  # a scripted module has something else than dicts
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -72,7 +72,7 @@ class WeightsWatch:
 
     # What follows runs with every forward pass, and so without a line of Python for each tensor.
     def _values(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._stores)))
+        return list(chain.from_iterable(map(_values_of, self._stores)))
 
     def _are_held(self, found: list[Any]) -> bool:
         try:

@@ -17,6 +17,7 @@ from neuralmean.errors import InputError, ModelInputError
 from neuralmean.layers import WRAPPERS
 
 _training = operator.itemgetter("training")
+_values_of = operator.methodcaller("values")
 _eval_lock = threading.Lock()
 # Modules in training mode that threads keep in evaluation mode, by id, and how many threads.
 _eval_users: dict[int, int] = {}
@@ -43,7 +44,7 @@ class Modules(list[nn.Module]):
 
     def tensors(self) -> list[Tensor | None]:
         """Every parameter and buffer, as it is now."""
-        return list(chain.from_iterable(own.values() for own in self._tensors))
+        return list(chain.from_iterable(map(_values_of, self._tensors)))
 
     def are_training(self) -> bool:
         """Whether any is in training mode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 _TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-def to_artefact(detector: Detector) -> Artefact:
-    """Return what the saved file of `detector` holds."""
+def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Artefact:
+    """Return what the saved file of `detector` holds, with `info` in place of its own."""
     scorer = detector.scorer
     if detector.reference is None or detector.calibration is None:
         raise NotFittedError("Expected a fitted detector to save. Call `fit` or `calibrate` first.")
@@ -48,7 +49,7 @@ def to_artefact(detector: Detector) -> Artefact:
         "fingerprint": detector._watch.digest,
         "fitted": detector.fitted,
         "head": detector.head,
-        "info": detector.info,
+        "info": detector.info if info is None else info,
         "layers": [[layer.name, layer.kind, layer.channels] for layer in detector._layers],
         "model_class": type(unwrap(detector.model)).__name__,
         "reference": {"source": detector.reference.source, "count": detector.reference.count},
@@ -75,7 +76,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         head = header["head"]
         _check_model(model, wanted, fitted_class)
         check_statistic(statistic)
-        own = scorer.full if isinstance(scorer, cascade.CascadeScorer) else scorer  # for a `fit` after this
+        own = cascade.full_of(scorer)  # for a `fit` after this
         try:
             detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=own)
         except InputError:  # a layer of another kind has the name

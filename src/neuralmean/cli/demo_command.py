@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,4 +45,5 @@ def demo(
     job.save_picture(result, picture)
     saved = job.save_detector(result, out)
     typer.echo(f"\nThe picture: {picture}\nThe report: {job.write_demo_report(result, out / 'report.html')}")
-    typer.echo(f"The detector: {saved}. Try `nmd score {saved} {out / 'images'}`, or `nmd serve {saved}`.")
+    nmd = "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"  # `make demo` has it in a folder of its own
+    typer.echo(f"The detector: {saved}. Try `{nmd} score {saved} {out / 'images'}`, or `{nmd} serve {saved}`.")

@@ -10,7 +10,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError, UsageError
+from neuralmean.errors import InputError
 
 _EPILOG = (
     "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
@@ -59,8 +59,7 @@ def fit(
     from neuralmean.fitting import check_scorer
     from neuralmean.scoring import CountedBatches
 
-    if engine not in ("local", "ray"):
-        raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
+    options.check_engine(engine)
     with options.usage():
         check_statistic(statistic)
         check_rate(false_alarm_rate, "--false-alarm-rate")

@@ -76,6 +76,12 @@ def resolve_spec(spec: str, weights: Path | None, mean: str | None, std: str | N
     return resolve(spec, weights=weights, mean=numbers(mean, "--mean"), std=numbers(std, "--std"), size=size(side))
 
 
+def check_engine(engine: str) -> None:
+    """Raise unless there is such an engine."""
+    if engine not in ("local", "ray"):
+        raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
+
+
 @contextmanager
 def usage() -> Generator[None]:
     """Take what is wrong with a value inside the block for a wrong use of the command."""

@@ -53,8 +53,7 @@ def score(
     from neuralmean.opening import open_saved
     from neuralmean.scoring import ScoreFile, Tally, format_of, score_images
 
-    if engine not in ("local", "ray"):
-        raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
+    options.check_engine(engine)
     if resume and out is None:
         raise UsageError("Expected a file to go on with. Pass --out FILE with --resume.")
     with options.usage():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from neuralmean.artefact import FORMAT_VERSION
-from neuralmean.cascade import CascadeScorer
+from neuralmean.cascade import full_of
 from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.export.arranging import arrange
@@ -110,7 +110,7 @@ def _trace(
     detector._watch.check()
     if (device := device_of(detector.model.modules())).type != "cpu":
         raise InputError(f"Expected a model on the CPU to export, but got one on {device}. Move it: `model.cpu()`.")
-    batch = _example(detector, example_input, input_shape)
+    batch = _example(example_input, input_shape)
     names = input_names(detector.model, batch)
     graph = DetectorGraph(detector, names, len(batch.args)).eval()
     values = (*batch.args, *batch.kwargs.values())
@@ -139,19 +139,18 @@ def _export(graph: DetectorGraph, values: tuple[Tensor, ...], shapes: tuple[Any,
     )
 
 
-def _example(detector: Detector, example_input: Any, input_shape: Sequence[int] | None) -> Batch:
+def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:
     if (example_input is None) == (input_shape is None):
         raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
     batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
     batch = batch.to(torch.device("cpu"))
     size = len(batch)
 
-    def grow(value: Any) -> Any:
+    def grow(value: Tensor) -> Tensor:
         # A single example would have its batch size built into the graph.
-        is_batched = isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
-        return torch.cat([value, value]) if is_batched and size == 1 else value
+        return torch.cat([value, value]) if size == 1 and value.dim() > 0 and len(value) == 1 else value
 
-    return Batch(tuple(map(grow, batch.args)), {key: grow(value) for key, value in batch.kwargs.items()})
+    return batch.each(grow)
 
 
 def _output_names(output: Any) -> list[str]:
@@ -167,8 +166,7 @@ def _output_names(output: Any) -> list[str]:
 
 
 def _header(detector: Detector) -> dict[str, Any]:
-    scorer = detector.scorer.full if isinstance(detector.scorer, CascadeScorer) else detector.scorer
-    if isinstance(scorer, VectorScorer):
+    if isinstance(full_of(detector.scorer), VectorScorer):
         header = to_artefact(detector).header
     else:  # a scorer of the user's own is in the graph but has no saved form
         header = {"threshold": detector.threshold, "versions": {"neuralmean": __version__, "torch": torch.__version__}}

@@ -298,7 +298,9 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
             for layer, module in core.named_modules():
                 if isinstance(module, nn.Linear):
                     handles.append(module.register_forward_hook(keep(layer)))
-            moved = batch.to(device_of(core.modules())).clone()  # a model may write to its input, which is needed again
+            moved = batch.to(device_of(core.modules())).each(
+                Tensor.clone
+            )  # a model may write to its input, which is needed again
             result = main_tensor(core(*moved.args, **moved.kwargs))
         finally:
             for handle in handles:

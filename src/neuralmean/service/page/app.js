@@ -168,7 +168,8 @@ function showMonitor(monitor) {
     setText(byId("drift-title"), "The stream has shifted.");
     const how = monitor.drift_by === "items" ? "the scores of single inputs" : "the mean of many inputs together";
     const moved = monitor.layers.filter((layer) => layer.moved).slice(0, 3).map((layer) => layer.layer);
-    setText(byId("drift-text"), `Noticed at input ${count(monitor.drift_at)}${monitor.drift_time ? `, ${new Date(monitor.drift_time * 1000).toLocaleString()}` : ""}, by ${how}.` + (moved.length ? ` Moved most: ${moved.join(", ")}.` : ""));
+    const when = monitor.drift_time ? `, ${new Date(monitor.drift_time * 1000).toLocaleString()}` : "";
+    setText(byId("drift-text"), `Noticed at input ${count(monitor.drift_at)}${when}, by ${how}.` + (moved.length ? ` Moved most: ${moved.join(", ")}.` : ""));
   }
   drawPValues(monitor);
   showLayers(monitor);
