@@ -45,5 +45,7 @@ def demo(
     job.save_picture(result, picture)
     saved = job.save_detector(result, out)
     typer.echo(f"\nThe picture: {picture}\nThe report: {job.write_demo_report(result, out / 'report.html')}")
-    nmd = "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"  # `make demo` has it in a folder of its own
+    nmd = (
+        "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"
+    )  # `make demo` has it in a folder of its own
     typer.echo(f"The detector: {saved}. Try `{nmd} score {saved} {out / 'images'}`, or `{nmd} serve {saved}`.")
