@@ -6,8 +6,11 @@ DIR holds cifar10-train, cifar10-test, cifar100-test and svhn-test as `.npz` wit
 images; scores and vectors are cached. Each run splits CIFAR-10 test anew, at random, into held-out images and a stream.
 
 - pure:  streams of CIFAR-10 test alone; how many raise an alarm, against what was promised
-- near:  the stream turns wholly to CIFAR-100 at item 2,000
+- near:  the stream turns wholly to CIFAR-100 at item 2,000 (`--turn`)
+- far:   the same with SVHN
 - mixed: from item 2,000 on every twentieth item, on average, is SVHN
+
+Layers that moved are counted at the alarm and some items after the turn: smallest, middle and largest number over the runs.
 """
 
 from __future__ import annotations
@@ -18,15 +21,19 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from neuralmean import Calibration, Decision, Detector
+from neuralmean.baseline import Baseline
 from neuralmean.bench import models
 from neuralmean.monitor import Monitor
 
+STEP = 4  # items at a time
+AFTER = (32, 64, 128)  # items after the turn, when it is asked which layers moved
 SETS = ("cifar10-test", "cifar100-test", "svhn-test")
 
 
@@ -67,11 +74,12 @@ def _images(folder: Path, name: str) -> np.ndarray:
 
 
 def streams(found: dict[str, tuple[Tensor, Tensor]], case: str, run: int, held_out: int, turn: int) -> Iterator[Tensor]:
-    """Yield held-out scores, then the stream's scores and vectors, of one run."""
+    """Yield scores and vectors, those held out and those of the stream, of one run."""
     generator = torch.Generator().manual_seed(run)
     scores, vectors = found["cifar10-test"]
     order = torch.randperm(len(scores), generator=generator)
     yield scores[order[:held_out]]
+    yield vectors[order[:held_out]]
     stream, turned = scores[order[held_out:]].clone(), vectors[order[held_out:]].clone()
     if case != "pure":
         other_scores, other_vectors = found["cifar100-test" if case == "near" else "svhn-test"]
@@ -84,33 +92,61 @@ def streams(found: dict[str, tuple[Tensor, Tensor]], case: str, run: int, held_o
     yield turned
 
 
+def _baseline(detector: Detector, vectors: Tensor) -> Baseline:
+    seen = detector._nothing_seen()
+    seen.add(vectors)
+    return seen.baseline()
+
+
 def measure(
     detector: Detector, found: dict[str, tuple[Tensor, Tensor]], case: str, runs: int, a: argparse.Namespace
-) -> dict:
-    """Return the outcome of `runs` streams."""
-    delays, false_alarms, by, seconds, n_items = [], 0, [], 0.0, 0
+) -> dict[str, Any]:
+    """Return the outcome of `runs` streams, each seen four items at a time."""
+    delays: list[int | None] = []
+    false_alarms, by, seconds, n_items = 0, list[str | None](), 0.0, 0
+    named: dict[str, list[int]] = {}
     for run in range(runs):
-        held_out, scores, vectors = streams(found, case, run, a.held_out, a.turn)
-        detector.calibration = calibration = Calibration.of(held_out, 0.05)
+        held_out, known, scores, vectors = streams(found, case, run, a.held_out, a.turn)
+        calibration = detector.calibration = Calibration.of(held_out, 0.05)
         detector.calibration_source = "held_out"
+        detector.baseline = None if a.without_held_out_vectors else _baseline(detector, known)
         monitor = Monitor(detector, false_alarm_rate=a.rate, seed=run)
-        decision = Decision(scores, calibration.p_value(scores), calibration.threshold, calibration.false_alarm_rate)
-        begin = time.perf_counter()
-        monitor.update(decision, vectors=vectors.float())
-        seconds, n_items = seconds + time.perf_counter() - begin, n_items + len(scores)
+        for first in range(0, len(scores), STEP):
+            few, was_on = slice(first, first + STEP), monitor.drift
+            begin = time.perf_counter()
+            is_on = monitor.update(Decision(scores[few], calibration), vectors=vectors[few].float())
+            seconds, n_items = seconds + time.perf_counter() - begin, n_items + STEP
+            since = first + STEP - a.turn
+            if case != "pure" and is_on and not was_on:
+                named.setdefault("at the alarm", []).append(_n_moved(monitor))
+            if case != "pure" and since in AFTER:
+                named.setdefault(f"{since} items after the turn", []).append(_n_moved(monitor))
         status = monitor.status()
         if status.drift_at is not None and (case == "pure" or status.drift_at <= a.turn):
             false_alarms += 1
         elif case != "pure":
             delays.append(None if status.drift_at is None else status.drift_at - a.turn)
             by.append(status.drift_by)
+        if case == "pure":
+            named.setdefault("at the end", []).append(_n_moved(monitor))
     seen = sorted(delay for delay in delays if delay is not None)
     return {
         "case": case, "runs": runs, "items": n_items // runs, "false_alarms": false_alarms, "promised": a.rate,
         "missed": delays.count(None), "median_delay": seen[len(seen) // 2] if seen else None,
         "largest_delay": seen[-1] if seen else None, "by": {name: by.count(name) for name in ("items", "blocks")},
+        "layers": len(detector.layers), "layers_that_moved": {when: _middle(counts) for when, counts in named.items()},
         "microseconds_per_item": round(1e6 * seconds / n_items, 1),
     }  # fmt: skip
+
+
+def _n_moved(monitor: Monitor) -> int:
+    return sum(layer.moved for layer in monitor.status().layers)
+
+
+def _middle(counts: list[int]) -> list[int]:
+    """Return the smallest, the middle and the largest."""
+    counts = sorted(counts)
+    return [counts[0], counts[len(counts) // 2], counts[-1]]
 
 
 def main() -> None:
@@ -127,10 +163,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--pure", type=int, default=100)
     parser.add_argument("--rate", type=float, default=0.01)
+    parser.add_argument(
+        "--without-held-out-vectors", action="store_true", help="only scores of the held-out images are known"
+    )
     parser.add_argument("--cache", type=Path)
     arguments = parser.parse_args()
     detector, found = observe(arguments)
-    for case, runs in (("pure", arguments.pure), ("near", arguments.runs), ("mixed", arguments.runs)):
+    for case, runs in (("pure", arguments.pure), *((case, arguments.runs) for case in ("near", "far", "mixed"))):
         print(json.dumps(measure(detector, found, case, runs, arguments)), flush=True)
 
 

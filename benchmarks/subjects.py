@@ -53,7 +53,7 @@ def load_or_shape(name: str) -> models.TrainedModel | None:
             module.momentum = None  # the mean over all batches
     with torch.no_grad():
         shaped.model.train()
-        for batch in seen[0].split(100):
+        for batch in torch.split(seen[0], 100):
             shaped.model(batch)
     shaped.model.eval()
     return shaped

@@ -32,7 +32,7 @@ ROWS = [
     ["recording", "running", "fingerprint"],
     ["recorder", "looking"],
     ["reference"],
-    ["discrepancy"],
+    ["discrepancy", "baseline"],
     ["scorers"],
     ["calibration", "observer"],
     ["decision", "artefact", "fitting", "gathering", "traced"],

@@ -121,6 +121,11 @@ HOSTILE = {
     "no scores": lambda h, t: t.pop("calibration.scores"),
     "a reference of another width": lambda h, t: t.update({"reference.mean": torch.zeros(3).double()}),
     "a reference of NaN": lambda h, t: t.update({"reference.mean": torch.full((10,), float("nan")).double()}),
+    "a baseline of another width": lambda h, t: t.update({"baseline.mean": torch.zeros(3).double()}),
+    "a baseline of nobody": lambda h, t: h["moments"].update(baseline=0),
+    "a baseline with squares below zero": lambda h, t: t.update({"baseline.m2": torch.full((10,), -1.0).double()}),
+    "a baseline of other layers": lambda h, t: t.update({"baseline.squares": torch.ones(3).double()}),
+    "moments that are no mapping": lambda h, t: h.update(moments=["baseline"]),
     "a head that is not there": lambda h, t: h.update(head="nowhere"),
     "a reference of a negative number of examples": lambda h, t: h.update(
         reference={"source": "data", "count": -(10**400)}

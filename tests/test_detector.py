@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import threading
 import warnings
@@ -22,6 +23,7 @@ from neuralmean.errors import (
     ModelMismatchError,
     NotFittedError,
 )
+from neuralmean.moments import Moments
 from neuralmean.scorers import AverageScorer, LogisticScorer
 from tests.conftest import TinyNet, count_hooks, make_trained
 
@@ -236,6 +238,25 @@ class TestCalibration:
             detector = Detector(model).fit(torch.rand(n, 3, 8, 8))
         assert detector.calibration_source == "rotated"
         assert len(detector.calibration.scores) == {300: 300, 2500: 500}[n]
+
+    @pytest.mark.parametrize(
+        ("scorer", "statistic"), [("average", "mean"), ("typicality", "mean"), ("average", "both")]
+    )
+    def test_what_held_out_data_looks_like_is_known_however_it_came(self, model, images, scorer, statistic):
+        detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, held_out=HELD_OUT, batch_size=64)
+        found, vectors = detector.baseline, detector.discrepancy(HELD_OUT)
+        again = detector.calibrate(HELD_OUT, batch_size=50).baseline
+        expected = Moments.of(vectors)
+        for baseline in (found, again):
+            assert baseline.moments.count == len(HELD_OUT)
+            torch.testing.assert_close(baseline.moments.mean, expected.mean, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(baseline.moments.m2, expected.m2, rtol=1e-4, atol=1e-6)
+            assert baseline.squares.shape == baseline.largest.shape == (2,)
+        torch.testing.assert_close(found.squares, again.squares, rtol=1e-4, atol=0)
+
+    def test_without_held_out_data_there_is_no_such_thing(self, model, images):
+        with pytest.warns(CalibrationWarning):
+            assert fitted(model, images, scorer="average").fit(images).baseline is None
 
     def test_inputs_that_are_no_images_are_cross_fitted_instead(self):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).train()
@@ -453,6 +474,10 @@ class TestSavedFile:
         assert again.info == {"model": "toy"}
         assert (again.fitted, again.guarantee) == (detector.fitted, detector.guarantee)
         assert again.score_batch(images[:9]) == detector.score_batch(images[:9])
+        old, new = detector.baseline, again.baseline
+        assert old.moments.count == new.moments.count
+        for name in ("moments.mean", "moments.m2", "squares", "largest"):
+            assert torch.equal(*map(operator.attrgetter(name), (old, new)))
 
     def test_a_reference_from_data_survives(self, tmp_path, images):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))

@@ -91,3 +91,12 @@ def test_a_scripted_part_is_watched():
         model[1].weight.add_(1)
     with pytest.raises(ModelMismatchError):
         watch.check()
+
+
+def test_a_buffer_that_is_one_number_of_many_is_looked_at_too():
+    model = nn.Linear(2, 1)
+    numbers = torch.arange(6.0).reshape(1, 2, 3)
+    model.register_buffer("one", numbers[:, 1, 2])  # contiguous, with a stride of 6
+    before = fingerprint(model)
+    numbers[0, 1, 2] = 7
+    assert fingerprint(model) != before

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from neuralmean import Detector, table
+from neuralmean import Detector, baseline, table
 from neuralmean.errors import CalibrationWarning
 from neuralmean.scorers import Observation, TypicalityScorer, mlp
 
@@ -87,6 +87,12 @@ def on_disk(monkeypatch):
     return spill
 
 
+@pytest.fixture
+def short_sample(monkeypatch):
+    monkeypatch.setattr(baseline, "_SAMPLE", 16)  # of held-out rows: as many however many there are
+
+
+@pytest.mark.usefixtures("short_sample")
 class TestMemory:
     @pytest.mark.parametrize("held_out", [None, pictures(COUNT, 7)], ids=["alone", "held out"])
     def test_the_average_holds_a_batch_at_a_time(self, wide, held_out):

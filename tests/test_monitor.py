@@ -1,5 +1,6 @@
 """The monitor: what it counts, when it calls out, what it names, and that a restart changes nothing."""
 
+import copy
 import json
 import re
 import subprocess
@@ -12,10 +13,10 @@ import torch
 
 from neuralmean import Detector
 from neuralmean.artefact import Artefact
+from neuralmean.baseline import Seen
 from neuralmean.calibration import Calibration
 from neuralmean.decision import Decision
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
-from neuralmean.moments import Moments
 from neuralmean.monitor import BLOCK, P_VALUE_EDGES, Monitor
 
 
@@ -32,10 +33,17 @@ def _decision(detector, scores):
     return Decision(scores, detector.calibration)
 
 
-def _with_normal_scores(detector, n=500, seed=0):
-    """The detector, calibrated as if its scores were standard normal."""
+def _with_normal_scores(detector, n=500, seed=0, known=None):
+    """The detector, calibrated as if its scores were standard normal, and the held-out vectors `known`."""
     detector.calibration = type(detector.calibration).of(_normal(n, seed), 0.05)
+    detector.baseline = None if known is None else _baseline(known)
     return detector
+
+
+def _baseline(vectors):
+    seen = Seen(torch.tensor([0] * 4 + [1] * 6), 2)  # bn1 has the channels 0 to 3, bn2 4 to 9
+    seen.add(vectors)
+    return seen.baseline()
 
 
 def test_counters_window_and_histogram_are_those_of_the_decisions(detector):
@@ -137,16 +145,56 @@ def test_the_layers_that_moved_are_named_in_standard_deviations(detector):
     assert status.discrepancy == pytest.approx(moved.double().mean(0).abs().mean().item())
 
 
-def test_a_baseline_given_is_compared_with_from_the_first_item(detector):
-    baseline = Moments.of(torch.randn(1000, 10, generator=torch.Generator().manual_seed(0)))
-    monitor = Monitor(_with_normal_scores(detector), baseline=baseline)
+def test_held_out_vectors_are_compared_with_from_the_first_item(detector):
+    known = torch.randn(1000, 10, generator=torch.Generator().manual_seed(0))
+    monitor = Monitor(_with_normal_scores(detector, known=known))
     monitor.update(_decision(detector, _normal(64, 1)), vectors=torch.full((64, 10), 3.0))
     status = monitor.status()
-    assert status.compared_with == "the in-distribution data given"
+    assert status.compared_with == "the 1,000 held-out examples"
     assert status.layers[0].shift == pytest.approx(3.0, abs=0.2)
+    assert [shift.moved for shift in status.layers] == [True, True]
 
 
-def test_a_young_stream_is_compared_with_the_training_data(detector, strange):
+def test_a_few_held_out_vectors_are_no_standard(detector):
+    monitor = Monitor(_with_normal_scores(detector, known=torch.randn(127, 10)))
+    monitor.update(_decision(detector, _normal(64, 1)), vectors=torch.randn(64, 10))
+    assert monitor.status().compared_with == "the training data"
+
+
+def test_a_turn_shows_in_the_latest_items_before_it_shows_in_the_window(detector):
+    generator = torch.Generator().manual_seed(0)
+    monitor = Monitor(_with_normal_scores(detector, known=torch.randn(1000, 10, generator=generator)))
+    quiet, turned = torch.randn(500, 10, generator=generator), torch.randn(24, 10, generator=generator)
+    turned[:, 4:] += 2
+    monitor.update(_decision(detector, _normal(500, 1)), vectors=quiet)
+    assert monitor.status().n_compared == 500
+    assert not any(shift.moved for shift in monitor.status().layers)
+    monitor.update(_decision(detector, _normal(24, 2)), vectors=turned)
+    status = monitor.status()
+    assert [(shift.layer, shift.moved) for shift in status.layers] == [("bn2", True), ("bn1", False)]
+    assert status.n_compared == 44  # what is open behind the last whole block, and that block: 12 + 32
+    assert status.layers[0].shift == pytest.approx(2 * 24 / 44, abs=0.2)
+
+
+def test_layers_do_not_move_on_streams_like_the_held_out_data(detector):
+    # Asked 20 times on each of 50 streams, at 0.1 % each time: the looks of a stream hang together, so 10 streams would be
+    # the most by far.
+    moved = 0
+    for repeat in range(50):
+        generator = torch.Generator().manual_seed(repeat)
+        known = torch.randn(500, 1, generator=generator) + torch.randn(500, 10, generator=generator)
+        monitor = Monitor(_with_normal_scores(detector, known=known))
+        any_moved = False
+        for _ in range(20):
+            vectors = torch.randn(24, 1, generator=generator) + torch.randn(24, 10, generator=generator)
+            monitor.update(_decision(detector, torch.zeros(24)), vectors=vectors)
+            any_moved |= any(shift.moved for shift in monitor.status().layers)
+        moved += any_moved
+    assert moved <= 2
+
+
+def test_a_young_stream_without_held_out_vectors_is_compared_with_the_training_data(detector, strange):
+    detector.baseline = None
     monitor = Monitor(detector)
     monitor.update(vectors=detector.discrepancy(strange[:40]))
     assert monitor.status().compared_with == "the training data"
@@ -182,9 +230,8 @@ def test_batching_changes_neither_alarm_nor_counters(detector):
 
 @pytest.mark.parametrize("baseline", [False, True], ids=["learnt", "given"])
 def test_a_restart_changes_not_a_bit(detector, tmp_path, baseline):
-    _with_normal_scores(detector)
-    moments = Moments.of(torch.randn(100, 10)) if baseline else None
-    monitor = Monitor(detector, window=64, false_alarm_rate=0.001, baseline=moments, seed=4)
+    _with_normal_scores(detector, known=torch.randn(200, 10) if baseline else None)
+    monitor = Monitor(detector, window=64, false_alarm_rate=0.001, seed=4)
     vectors = torch.randn(400, 10, generator=torch.Generator().manual_seed(3))
     scores = torch.cat([_normal(300, 1), _normal(100, 2, shift=1.0)])
     monitor.update(_decision(detector, scores[:201]), vectors=vectors[:201])
@@ -207,9 +254,14 @@ def test_a_restart_changes_not_a_bit(detector, tmp_path, baseline):
 
 def test_the_state_of_another_detector_is_refused(detector, tmp_path):
     Monitor(detector).save(tmp_path / "state")
-    _with_normal_scores(detector)
-    with pytest.raises(ModelMismatchError, match=r"Expected the detector that the monitor in .* was watching, but got"):
-        Monitor.load(tmp_path / "state", detector)
+    others = (
+        _with_normal_scores(copy.copy(detector), known=torch.randn(200, 10)),
+        _with_normal_scores(copy.copy(detector)),
+    )
+    others[0].calibration = detector.calibration
+    for other in others:
+        with pytest.raises(ModelMismatchError, match=r"Expected the detector that the monitor in .* was watching, but"):
+            Monitor.load(tmp_path / "state", other)
 
 
 def test_files_that_are_no_state_are_refused(detector, tmp_path):
@@ -237,8 +289,6 @@ def test_a_window_that_is_no_multiple_of_a_block_is_refused(detector, window):
 def test_wrong_arguments_are_refused_with_a_cure(detector, model):
     with pytest.raises(InputError, match=re.escape("Expected `false_alarm_rate` to be a number in the (0, 1) range")):
         Monitor(detector, false_alarm_rate=1.0)
-    with pytest.raises(InputError, match="moments of two or more vectors of 10 channels, but got 1 of 10"):
-        Monitor(detector, baseline=Moments.of(torch.zeros(1, 10)))
     with pytest.raises(NotFittedError, match=r"Expected a detector with a threshold to monitor\. Call `fit`"):
         Monitor(Detector(model))
     monitor = Monitor(detector)

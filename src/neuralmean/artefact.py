@@ -93,7 +93,8 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name].contiguous()
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            flat = tensor.as_strided((tensor.numel(),), (1,))  # a single number may have any stride
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from neuralmean import cascade, fitting
 from neuralmean.artefact import Artefact
+from neuralmean.baseline import Baseline, Seen
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.data import BATCH_SIZE, count_batches, count_rows, to_batch, to_batches
 from neuralmean.decision import Decision, Explanation, sum_by_layer
@@ -100,6 +101,7 @@ class Detector:
         self.calibration: Calibration | None = None
         self.calibration_source: fitting.Source | None = None
         self.scale: Moments | None = None  # of the vectors, for `statistic="both"`
+        self.baseline: Baseline | None = None  # what held-out data looks like: what a `Monitor` compares with
         self.fitted: dict[str, Any] = {}
         self.head: str | None = None
         self._observer = self._make_observer(None)
@@ -191,11 +193,12 @@ class Detector:
         make = partial(
             Gathered,
             statistic=self.statistic,
-            score=(lambda rows: fitting.score_rows(scorer, self._observation(rows))) if at_once else None,
+            score=partial(self._score_rows, scorer) if at_once else None,
             digests=held_out is not None,
             layers=() if self.reference else self._layers,
         )
-        sets = gather(observer, id_data, ood_data, held_out, make=make, beside=beside, batch_size=batch_size)
+        seen = self._nothing_seen()
+        sets = gather(observer, id_data, ood_data, held_out, make=make, seen=seen, beside=beside, batch_size=batch_size)
         if sets.held_out is not None:
             fitting.warn_if_shared(sets.inliers.digests, sets.held_out.digests)
         self.reference = self.reference or sets.inliers.reference
@@ -211,15 +214,20 @@ class Detector:
             parts = sets.into_observations(self._observation)
             scores, source = fitting.fit_and_score_inliers(scorer, **parts, rate=rate)
         self.calibration, self.calibration_source = Calibration.of(scores, rate), source
+        self.baseline = None if held_out is None else seen.baseline()
         self.fitted = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **sets.counts()}
         return source
 
     def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:
         """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""
         check_rate(false_alarm_rate)
-        scores = self._score(held_out, "held_out", batch_size)
-        self.calibration, self.calibration_source = Calibration.of(scores, false_alarm_rate), "held_out"
-        self.fitted = {**self.fitted, "n_held_out": len(scores)}
+        scores, seen = [], self._nothing_seen()
+        for found, vectors in self._score_each(held_out, "held_out", batch_size):
+            scores.append(found)
+            seen.add(vectors)
+        calibration = Calibration.of(torch.cat(scores), false_alarm_rate)
+        self.calibration, self.calibration_source, self.baseline = calibration, "held_out", seen.baseline()
+        self.fitted = {**self.fitted, "n_held_out": self.baseline.moments.count}
         return self
 
     def __call__(self, x: Any) -> tuple[Any, Decision]:
@@ -242,7 +250,7 @@ class Detector:
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
-        return self._score(x, "x", batch_size)
+        return torch.cat([scores for scores, _ in self._score_each(x, "x", batch_size)])
 
     def score_batch(self, x: Any, *, batch_size: int = BATCH_SIZE) -> float:
         """Score all inputs of `x` as one batch (the paper's Eq. 3 for |I| > 1); higher = more OOD."""
@@ -331,15 +339,22 @@ class Detector:
             return None
         return self._head_choice if isinstance(self._head_choice, str) else FIND_HEAD
 
-    def _score(self, x: Any, name: str, batch_size: int) -> Tensor:
+    def _score_each(self, x: Any, name: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield scores and vectors of each batch of `x`."""
         self._watch.check()
         steps = count_batches(x, batch_size=batch_size)
-        batches = track(
-            to_batches(x, name=name, batch_size=batch_size), description="Scoring", total=steps, unit="batches"
-        )
-        with torch.no_grad():
-            rows = (self._observer.observe(batch, name=name)[1] for batch in batches)
-            return torch.cat([fitting.score_rows(self.scorer, self._observation(row)) for row in rows])
+        batches = to_batches(x, name=name, batch_size=batch_size)
+        for batch in track(batches, description="Scoring", total=steps, unit="batches"):
+            with torch.no_grad():
+                found = self._score_rows(self.scorer, self._observer.observe(batch, name=name)[1])
+            yield found
+
+    def _nothing_seen(self) -> Seen:
+        return Seen(vector_layers(self._layers, self.statistic), len(self._layers))
+
+    def _score_rows(self, scorer: Scorer, rows: Rows) -> tuple[Tensor, Tensor]:
+        observation = self._observation(rows)
+        return fitting.score_rows(scorer, observation), observation.vector
 
     def _observation(self, rows: Rows) -> Observation:
         if self.reference is None:

@@ -24,7 +24,8 @@ def fingerprint(model: nn.Module) -> str:
         if isinstance(value, Tensor):
             data = value.detach().cpu().contiguous()
             digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
-            digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+            flat = data.as_strided((data.numel(),), (1,))  # a single number may have any stride
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

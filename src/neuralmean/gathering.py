@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuralmean.baseline import Seen
 from neuralmean.discrepancy import Statistic, discrepancy
 from neuralmean.layers import Layer
 from neuralmean.moments import Moments
@@ -29,9 +30,10 @@ class Gathered:
     Args:
         additions: About how many batches will come, where that is known.
         statistic: What of the rows is kept.
-        score: Scores the rows of a batch; where given, only scores are kept.
+        score: Gives scores and vectors of the rows of a batch; where given, only scores are kept.
         digests: Whether to keep a digest of every row.
         layers: The layers to make a reference of, from the rows; none where there is one already.
+        seen: What else is shown the vectors, once there are any.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Gathered:
         additions: int | None,
         *,
         statistic: Statistic,
-        score: Callable[[Rows], Tensor] | None = None,
+        score: Callable[[Rows], tuple[Tensor, Tensor]] | None = None,
         digests: bool = False,
         layers: Sequence[Layer] = (),
+        seen: Seen | None = None,
     ) -> None:
         self.digests: list[bytes] = []
         self.reference = Reference.of_nothing(layers)
+        self.seen = seen
         self._additions, self._statistic, self._score, self._wants_digests = additions, statistic, score, digests
         self._count = 0
         self._scores = Table(additions)  # small tensors in a list would keep the heap from shrinking
@@ -61,7 +65,9 @@ class Gathered:
         if self.reference.layers:
             self.reference += Reference.of_statistics(self.reference.layers, rows.means, rows.variances)
         if self._score is not None:
-            self._scores.add(self._score(rows))
+            scores, vectors = self._score(rows)
+            self._scores.add(scores)
+            self._see(vectors)
             return
         wanted = {"mean": (rows.means,), "variance": (rows.variances,), "both": (rows.means, rows.variances)}
         statistics = torch.cat([part for part in wanted[self._statistic] if part is not None], dim=1)
@@ -69,6 +75,10 @@ class Gathered:
         for name, part in parts.items():
             if part is not None:
                 self._tables.setdefault(name, Table(self._additions)).add(part)
+
+    def _see(self, vectors: Tensor) -> None:
+        if self.seen is not None:
+            self.seen.add(vectors)
 
     @property
     def scores(self) -> Tensor:
@@ -92,6 +102,7 @@ class Gathered:
         """Return the vectors that `observe` makes of the statistics, whose place they take, with output and feature."""
         for block, rows in self._blocks():
             block.copy_(observe(rows).vector)
+            self._see(block)
         return Observation(**{name: table.rows for name, table in self._tables.items()})
 
 
@@ -127,7 +138,8 @@ def gather(
     ood_data: Any,
     held_out: Any,
     *,
-    make: Callable[[int | None], Gathered],
+    make: Callable[..., Gathered],
+    seen: Seen,
     beside: Craft | Turn | None,
     batch_size: int,
 ) -> Sets:
@@ -138,14 +150,15 @@ def gather(
         id_data: In-distribution data.
         ood_data: Out-of-distribution data, or None.
         held_out: In-distribution data for the threshold, or None.
-        make: Makes what a set is kept in, given about how many batches will come.
+        make: Makes what a set is kept in, given about how many batches will come, and what else is to see its vectors.
+        seen: What is to see those of `held_out`.
         beside: What else to make of `id_data`; OOD images are made only where there is no `ood_data`.
         batch_size: Rows per forward pass where data comes in one piece.
     """
 
     def run(data: Any, name: str, beside: Craft | Turn | None = None) -> tuple[Gathered, Gathered | None]:
         additions = observer.count(data, batch_size)
-        own, more = make(additions), make(additions)
+        own, more = make(additions, seen=seen if name == "held_out" else None), make(additions)
         for rows, made in observer.observe_each(data, name=name, batch_size=batch_size, beside=beside):
             own.add(rows)
             if made is not None:

@@ -11,7 +11,8 @@ import bisect
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from neuralmean.artefact import Artefact
+from neuralmean.baseline import Baseline
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.decision import Decision, sum_by_layer
 from neuralmean.detector import Detector
@@ -34,11 +36,13 @@ from neuralmean.sequential import Evidence, OnlineRanks
 BLOCK = 32
 P_VALUE_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _N_TESTS = 2
+_FEWEST = 128  # held-out examples to compare with
+_SHORTEST = 16  # items whose mean is worth a look: of fewer it is not nearly normal
 
 
 @dataclass(frozen=True)
 class LayerShift:
-    """How far the mean activation of a layer has moved over the window.
+    """How far the mean activation of a layer has moved.
 
     Attributes:
         layer: Dotted name of the layer.
@@ -72,7 +76,8 @@ class MonitorStatus:
         log10_needed: Where the alarm goes off.
         discrepancy: The paper's batch-level discrepancy of the window; None without vectors.
         layers: The watched layers, those that moved most first; empty without vectors.
-        compared_with: What the layers are compared with.
+        n_compared: Items that `layers` is about: the window, or the latest ones of it where these show more clearly what moved.
+        compared_with: What they are compared with.
     """
 
     n_seen: int
@@ -90,6 +95,7 @@ class MonitorStatus:
     log10_needed: float
     discrepancy: float | None
     layers: tuple[LayerShift, ...]
+    n_compared: int
     compared_with: str
 
 
@@ -105,14 +111,13 @@ class Monitor:
     .. math::
         \sqrt{\frac{1}{D} \sum_c \left( \frac{\mathrm{NMD}_c(I) - \overline{\mathrm{NMD}}_c}{\sigma_c} \right)^2}
 
-    with mean and standard deviation of the `baseline`, without which the stream's first `window` items serve.
+    with mean and standard deviation of the held-out data, or of the stream's first `window` items where the detector has seen
+    no 128 held-out examples.
 
     Args:
         detector: A calibrated detector.
         window: How many of the latest items the window holds; a multiple of 32.
         false_alarm_rate: Probability of ever raising a false alarm, between two calls of `reset`.
-        baseline: Moments of the discrepancy vectors of in-distribution data, `Moments.of(detector.discrepancy(x))`, to
-            compare blocks and layers with. None takes the first `window` items of the stream.
         seed: Of the random ranks among equal scores.
 
     Example:
@@ -132,21 +137,14 @@ class Monitor:
         *,
         window: int = 512,
         false_alarm_rate: float = 0.01,
-        baseline: Moments | None = None,
         seed: int = 0,
     ) -> None:
         check_rate(false_alarm_rate)
         if isinstance(window, bool) or not isinstance(window, int) or window < BLOCK or window % BLOCK:
             raise InputError(f"Expected `window` to be a multiple of {BLOCK}, but got {window!r}.")
-        if baseline is not None and (baseline.mean.shape != (len(detector.channels),) or baseline.count < 2):
-            raise InputError(
-                f"Expected `baseline` to be moments of two or more vectors of {len(detector.channels)} channels, "
-                f"but got {baseline.count} of {len(baseline.mean)}."
-            )
         self.detector = detector
         self.window = window
         self.false_alarm_rate = float(false_alarm_rate)
-        self.baseline = baseline
         self.seed = seed
         self._lock = threading.RLock()
         self._n_seen = self._n_ood = 0
@@ -155,7 +153,7 @@ class Monitor:
         self._recent: deque[tuple[float, bool]] = deque(maxlen=window)  # p-value, flagged
         self._n_resets = 0
         self._width = len(detector.channels)
-        self._learnt = Moments.empty(self._width)  # stands for the baseline where none is given
+        self._learnt = Moments.empty(self._width)  # of the first items, where the detector has no baseline
         self._begin_tests()
 
     def _begin_tests(self) -> None:
@@ -226,7 +224,7 @@ class Monitor:
             flagged = sum(ood for _, ood in self._recent)
             window = sum(self._blocks, self._open)
             log_value = max(self._item_evidence.log_value, self._block_evidence.log_value)
-            layers, compared_with = self._layer_shifts(window)
+            layers, n_compared = self._compare()
             return MonitorStatus(
                 n_seen=self._n_seen,
                 n_ood=self._n_ood,
@@ -243,7 +241,8 @@ class Monitor:
                 log10_needed=self._log_needed() / math.log(10),
                 discrepancy=window.mean.abs().mean().item() if window.count else None,
                 layers=layers,
-                compared_with=compared_with,
+                n_compared=n_compared,
+                compared_with=self._compared_with(),
             )
 
     def window_p_values(self) -> list[float]:
@@ -329,38 +328,54 @@ class Monitor:
         if baseline is None:
             self._learnt = self._learnt + block
         else:
-            score = standard_shift(block, baseline).mean().sqrt().item()
+            score = standard_shift(block, baseline.moments).mean().sqrt().item()
             self._sound(self._block_evidence.update(self._block_ranks.p_values([score])), item, "blocks")
 
-    def _baseline(self) -> Moments | None:
-        if self.baseline is not None:
-            return self.baseline
-        return self._learnt if self._learnt.count >= self.window else None
+    def _baseline(self) -> Baseline | None:
+        known = self.detector.baseline
+        if known is not None and known.moments.count >= _FEWEST:
+            return known
+        return Baseline.bare(self._learnt, len(self.detector.layers)) if self._learnt.count >= self.window else None
 
-    def _layer_shifts(self, window: Moments) -> tuple[tuple[LayerShift, ...], str]:
+    def _compared_with(self) -> str:
         baseline = self._baseline()
-        if self.baseline is not None:
-            compared_with = "the in-distribution data given"
-        else:
-            compared_with = "the training data" if baseline is None else f"the first {self.window} items"
+        if baseline is None:
+            return "the training data"
+        if baseline.moments is self._learnt:
+            return f"the first {self.window} items"
+        return f"the {baseline.moments.count:,} held-out examples"
+
+    def _compare(self) -> tuple[tuple[LayerShift, ...], int]:
+        """Return how far each layer has moved, the farthest first, and over how many of the latest items that was taken.
+
+        A turn shows in the mean of the window only once much of the window has turned. So the latest block, the latest two
+        and so on are looked at as well, and the part with the clearest move is taken, if there is a clear one.
+        """
+        latest = list(accumulate([self._open, *reversed(self._blocks)]))
+        window, names = latest[-1], self.detector.layers
         if window.count < 2:
-            return (), compared_with
-        noise = 1 / window.count + (0.0 if baseline is None else 1 / baseline.count)
-        # Fresh data always lies a little off the training data, so that this comparison alone says nothing.
-        certain = baseline is not None or self.drift
-        if baseline is None:  # the training data's mean, which is 0 in these vectors
-            baseline = Moments(window.count, torch.zeros_like(window.mean), window.m2)
-        squares = standard_shift(window, baseline)[None]
-        columns, n_layers = vector_layers(self.detector._layers, self.detector.statistic), len(self.detector.layers)
-        totals = sum_by_layer(torch.cat([squares, torch.ones_like(squares)]), columns, n_layers)
-        # Channels move together, so a layer may have no more than one degree of freedom: a chi-square with one, at
-        # 0.1 % over all layers (its logarithm falls like half of the value).
-        limit = noise * 2 * math.log(1000 * n_layers)
+            return (), 0
+        baseline, parts, certain = (
+            self._baseline(),
+            [part for part in latest if part.count >= _SHORTEST] or [window],
+            True,
+        )
+        off = 0.0 if baseline is None else 1 / baseline.moments.count
+        if baseline is None:  # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
+            zero = replace(window, mean=torch.zeros_like(window.mean))
+            baseline, parts, certain = Baseline.bare(zero, len(names)), [window], self.drift
+        squares = torch.stack([standard_shift(part, baseline.moments) for part in parts])
+        columns = vector_layers(self.detector._layers, self.detector.statistic)
+        totals = sum_by_layer(torch.cat([squares, torch.ones_like(squares[:1])]), columns, len(names))
+        noise = torch.tensor([1 / part.count + off for part in parts], dtype=torch.float64)
+        times = totals[:-1] / totals[-1] / noise[:, None]  # (parts, layers) of what chance explains
+        over = times / baseline.limit(math.log(1000 * times.numel()))  # 0.1 % for all layers and parts together
+        clearest = int(over.amax(dim=1).argmax()) if bool((over > 1).any()) else -1
         shifts = [
-            LayerShift(name, math.sqrt(max(0.0, square - noise)), certain and square > limit)
-            for name, square in zip(self.detector.layers, (totals[0] / totals[1]).tolist(), strict=True)
+            LayerShift(name, math.sqrt(max(0.0, ratio - 1) * noise[clearest].item()), certain and excess > 1)
+            for name, ratio, excess in zip(names, times[clearest].tolist(), over[clearest].tolist(), strict=True)
         ]
-        return tuple(sorted(shifts, key=lambda shift: -shift.shift)), compared_with
+        return tuple(sorted(shifts, key=lambda shift: -shift.shift)), parts[clearest].count
 
     def __repr__(self) -> str:
         state = f"drift since item {self._drift[0]}" if self._drift is not None else "no drift"

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 
 def identity(detector: Detector) -> str:
-    """Return a digest of what a monitor relies on: the watched channels and the calibration."""
+    """Return a digest of what a monitor relies on: the watched channels, the calibration and the baseline."""
     if detector.calibration is None:
         raise NotFittedError("Expected a detector with a threshold to monitor. Call `fit` or `calibrate` first.")
     digest = hashlib.sha256("\n".join(detector.channels).encode())
     digest.update(detector.calibration.scores.double().numpy().tobytes())
+    if detector.baseline is not None:
+        digest.update(detector.baseline.moments.mean.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -36,7 +38,6 @@ def to_artefact(monitor: Monitor) -> Artefact:
     arrays |= {f"blocks.{name}": value for name, value in blocks.items()}
     tensors = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
     moments = [*monitor._blocks, monitor._open, monitor._learnt]
-    moments += [] if monitor.baseline is None else [monitor.baseline]
     tensors["moments.mean"] = torch.stack([part.mean for part in moments])
     tensors["moments.m2"] = torch.stack([part.m2 for part in moments])
     tensors["recent"] = torch.tensor(list(monitor._recent), dtype=torch.float64).reshape(-1, 2)
@@ -53,7 +54,6 @@ def to_artefact(monitor: Monitor) -> Artefact:
         "evidence": [monitor._item_evidence.state(), monitor._block_evidence.state()],
         "ranks": [item_values, block_values],
         "moment_counts": [part.count for part in moments],
-        "has_baseline": monitor.baseline is not None,
     }
     return Artefact(header, {name: tensor for name, tensor in tensors.items() if tensor.numel()})
 
@@ -63,12 +63,10 @@ def from_artefact(kind: type[Monitor], artefact: Artefact, detector: Detector) -
     header, tensors = artefact.header, artefact.tensors
     counts, means, m2s = header["moment_counts"], tensors["moments.mean"], tensors["moments.m2"]
     moments = [Moments(int(count), mean, m2) for count, mean, m2 in zip(counts, means, m2s, strict=True)]
-    baseline = moments.pop() if header["has_baseline"] else None
     monitor = kind(
         detector,
         window=header["window"],
         false_alarm_rate=header["false_alarm_rate"],
-        baseline=baseline,
         seed=int(header["seed"]),
     )
     monitor._learnt, monitor._open = moments.pop(), moments.pop()

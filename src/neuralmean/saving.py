@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from neuralmean import cascade
 from neuralmean.artefact import Artefact
+from neuralmean.baseline import Baseline
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.discrepancy import check_statistic
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
@@ -37,8 +38,12 @@ def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Ar
     tensors = {"calibration.scores": detector.calibration.scores, "reference.mean": detector.reference.mean}
     if detector.statistic != "mean" and detector.reference.std is not None:
         tensors["reference.std"] = detector.reference.std
-    if detector.scale is not None:
-        tensors |= {"scale.mean": detector.scale.mean, "scale.m2": detector.scale.m2}
+    baseline, kept = detector.baseline, {} if detector.scale is None else {"scale": detector.scale}
+    if baseline is not None:
+        kept["baseline"] = baseline.moments
+        tensors |= {"baseline.squares": baseline.squares, "baseline.largest": baseline.largest}
+    for name, moments in kept.items():
+        tensors |= {f"{name}.mean": moments.mean, f"{name}.m2": moments.m2}
     tensors |= {f"scorer.{name}": tensor for name, tensor in scorer.state().items()}
     header = {
         "calibration": {
@@ -53,7 +58,7 @@ def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Ar
         "layers": [[layer.name, layer.kind, layer.channels] for layer in detector._layers],
         "model_class": type(unwrap(detector.model)).__name__,
         "reference": {"source": detector.reference.source, "count": detector.reference.count},
-        "scale_count": None if detector.scale is None else detector.scale.count,
+        "moments": {name: moments.count for name, moments in kept.items()},
         "scorer": {"name": scorer.name, "options": scorer.get_options()},
         "statistic": detector.statistic,
         "versions": {"neuralmean": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -121,9 +126,10 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
     detector.reference = Reference(detector._layers, mean, std, moments)
     width = len(detector.channels)
     if detector.statistic == "both":
-        detector.scale = Moments(
-            _count(header["scale_count"]), _vector(tensors, "scale.mean", width), _vector(tensors, "scale.m2", width)
-        )
+        detector.scale = _moments(artefact, "scale", width)
+    if "baseline" in header["moments"]:
+        together = (_vector(tensors, f"baseline.{name}", len(detector.layers)) for name in ("squares", "largest"))
+        detector.baseline = Baseline(_moments(artefact, "baseline", width), *together)
     scores = tensors["calibration.scores"]
     rate, source = header["calibration"]["false_alarm_rate"], header["calibration"]["source"]
     check_rate(rate)
@@ -173,6 +179,13 @@ def _vector(tensors: dict[str, Tensor], name: str, width: int) -> Tensor:
     if tensor.shape != (width,) or tensor.dtype != torch.float64:
         raise ArtefactError(f"{name} is not {width} finite numbers")
     return tensor
+
+
+def _moments(artefact: Artefact, name: str, width: int) -> Moments:
+    mean, m2 = (_vector(artefact.tensors, f"{name}.{part}", width) for part in ("mean", "m2"))
+    if bool((m2 < 0).any()):
+        raise ArtefactError(f"{name} has deviations below zero")
+    return Moments(_count(artefact.header["moments"][name]), mean, m2)
 
 
 def _count(value: Any) -> int:

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import logging
+import re
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from neuralmean import Detector
+from neuralmean.decision import Decision
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.monitor import Monitor
 from neuralmean.preprocessing import Preprocessing
@@ -21,6 +24,7 @@ from neuralmean.service import Settings, bodies, create_app
 from neuralmean.service import app as app_module
 from neuralmean.service.batching import Batcher, Job
 from neuralmean.service.bodies import NamedBytes, decode_images, decode_small
+from neuralmean.service.live import Live
 from neuralmean.service.passes import run_pass
 from neuralmean.service.refusal import Refusal
 from tests.service.conftest import PREPROCESSING, ask, png, running
@@ -628,6 +632,40 @@ def test_of_a_shared_pass_only_the_watched_rows_are_watched(detector, images):
     assert len(shared.decision) == len(shared.vectors) == 3
 
 
+def _unexplained(detector, images):
+    """A pass with scores that no layer explains."""
+    usual = run_pass(detector, images)
+    decision = Decision(usual.decision.score + 100, detector.calibration)
+    vectors = detector.baseline.moments.mean.float().repeat(len(images), 1)
+    return replace(usual, decision=decision, vectors=vectors)
+
+
+def test_layers_are_named_in_the_log_as_soon_as_it_is_certain(detector, images, caplog):
+    live = Live(Monitor(detector), None, n_flagged=0, state=None)
+    shared = _unexplained(detector, images[:8])
+    for _ in range(2):
+        live.take(images[:8], shared)
+    moved = replace(shared, vectors=shared.vectors + 5 * detector.baseline.moments.std.float())
+    for _ in range(4):
+        live.take(images[:8], moved)
+    alarm, named = (record.getMessage() for record in caplog.records)
+    assert alarm.endswith("Layers that moved: none for certain yet.")
+    assert re.fullmatch(r"Layers that moved, by the last \d+ inputs: bn\d, bn\d\.", named)
+
+
+def test_it_is_not_asked_for_ever_which_layers_moved(detector, images, caplog, monkeypatch):
+    monitor, asked = Monitor(detector, window=64), []
+    live = Live(monitor, None, n_flagged=0, state=None)
+    status = monitor.status
+    monkeypatch.setattr(monitor, "status", lambda: asked.append(monitor.drift) or status())
+    shared = _unexplained(detector, images[:8])
+    for _ in range(30):
+        live.take(images[:8], shared)
+    assert monitor.drift
+    assert 5 <= len(asked) <= 10
+    assert caplog.text.count("Layers that moved") == 1
+
+
 def test_an_alarm_and_its_reset_are_logged(detector, images, caplog):
     live = create_app(detector, PREPROCESSING).state.service.live
     caplog.set_level(logging.WARNING, "neuralmean.service")
@@ -639,6 +677,7 @@ def test_an_alarm_and_its_reset_are_logged(detector, images, caplog):
     assert caplog.text.count("The stream has shifted: noticed at input") == 1
     assert "% are flagged, 5.0 % are expected. Layers that moved:" in caplog.text
     assert live.snapshot(0)["monitor"]["drift_time"] > 1e9
+    assert caplog.text.count("Layers that moved") == 1  # all were named at once
     live.reset()
     assert "The drift alarm was reset." in caplog.text
     assert live.snapshot(0)["monitor"]["drift_time"] is None

@@ -26,6 +26,7 @@ log = logging.getLogger("neuralmean.service")
 N_ITEMS = 400
 SIDE = 96
 N_SHOWN_LAYERS = 12
+N_NAMED = 8  # layers in the log
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,15 @@ class Live:
         self._number = 0
         self._saved = (-1, -1)
         self._drift_time: float | None = None  # of the alarm, if it went off since the start
+        self._n_unnamed = 0  # inputs during which it is still asked which layers moved
         self._items: deque[Item] = deque(maxlen=N_ITEMS)
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
     def take(self, inputs: Tensor, shared: Pass) -> None:
         """Take a batch in; one at a time."""
         was_on = self.monitor.drift
-        if self.monitor.update(shared.decision, vectors=shared.vectors) and not was_on:
-            self._tell_of_alarm()
+        if self.monitor.update(shared.decision, vectors=shared.vectors):
+            self._tell_of_alarm(is_new=not was_on)
         decision, now = shared.decision, time.time()
         rows = zip(decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), strict=True)
         items = [Item(self._number + i, now, score, p, ood) for i, (score, p, ood) in enumerate(rows, 1)]
@@ -78,19 +80,29 @@ class Live:
             self._items.extend(items)
             self._flagged.extend(pictures)
 
-    def _tell_of_alarm(self) -> None:
-        status, self._drift_time = self.monitor.status(), time.time()
-        moved = ", ".join(layer.layer for layer in status.layers if layer.moved) or "none for certain yet"
-        log.warning(
-            "The stream has shifted: noticed at input %d, by %s. Of the last %d inputs %.1f %% are flagged, %.1f %% are "
-            "expected. Layers that moved: %s.",
-            status.drift_at,
-            "single inputs" if status.drift_by == "items" else "the mean of many",
-            status.n_window,
-            100 * (status.window_ood_rate or 0.0),
-            100 * status.expected_ood_rate,
-            moved,
-        )
+    def _tell_of_alarm(self, *, is_new: bool) -> None:
+        """Log an alarm, and some inputs later, if it was not certain at once, which layers moved."""
+        if not is_new and self._n_unnamed <= 0:
+            return
+        status = self.monitor.status()
+        moved = [layer.layer for layer in status.layers if layer.moved]
+        names = ", ".join(moved[:N_NAMED]) + (f" and {len(moved) - N_NAMED} more" if len(moved) > N_NAMED else "")
+        if is_new:
+            self._drift_time = time.time()
+            log.warning(
+                "The stream has shifted: noticed at input %d, by %s. Of the last %d inputs %.1f %% are flagged, %.1f %% are "
+                "expected. Layers that moved: %s.",
+                status.drift_at,
+                "single inputs" if status.drift_by == "items" else "the mean of many",
+                status.n_window,
+                100 * (status.window_ood_rate or 0.0),
+                100 * status.expected_ood_rate,
+                names or "none for certain yet",
+            )
+        elif moved:
+            log.warning("Layers that moved, by the last %d inputs: %s.", status.n_compared, names)
+        # To be named later, unless nothing moves over a whole window.
+        self._n_unnamed = 0 if moved else (status.drift_at or 0) + self.monitor.window - status.n_seen
 
     def reset(self) -> None:
         """Switch the alarm off."""
