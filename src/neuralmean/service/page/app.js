@@ -200,7 +200,7 @@ function showLayers(monitor) {
   }));
   byId("layers-text").textContent = layers.length
     ? `Move of the mean of the last ${count(monitor.n_compared)} inputs, in standard deviations, against ${monitor.compared_with}. ${monitor.n_moved} of ${monitor.n_layers} layers moved more than chance explains.`
-    : `Too early to say: the first ${count(monitor.window)} inputs become the standard.`;
+    : `Too early to say${young ? `: the first ${count(monitor.window)} inputs become the standard` : ""}.`;
 }
 
 async function showFlagged(flagged) {
