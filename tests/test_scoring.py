@@ -21,7 +21,6 @@ from neuralmean.scoring import (
     Row,
     ScoreFile,
     Tally,
-    format_by_ending,
     format_of,
     format_rows,
     score_images,
@@ -63,6 +62,22 @@ def _score(saved, arrays, out, *, resume=False, stop_after=None, kind="json", se
 
     ScoreFile(out, kind, artefact=Artefact.read(saved), settings=list(settings), resume=resume).write(batches, tally)
     return tally
+
+
+def test_the_progress_of_a_run_that_goes_on_counts_what_was_done_before(saved, arrays, tmp_path, monkeypatch):
+    counted = []
+
+    def track(batches, *, description, total, size):
+        for batch in batches:
+            yield batch
+            counted.append((size(batch), total))
+
+    with pytest.raises(KeyboardInterrupt):
+        _score(saved, arrays, tmp_path / "out.csv", stop_after=4)
+    monkeypatch.setattr("neuralmean.scoring.local.track", track)
+    _score(saved, arrays, tmp_path / "out.csv", resume=True)
+    assert counted[0] == (64 + 16, 150)
+    assert sum(count for count, _ in counted) == 150
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 4, 6, 9])
@@ -167,14 +182,13 @@ def test_parquet_is_written_in_parts(tmp_path, monkeypatch, count):
 
 def test_formats_are_known_by_name_and_by_ending():
     assert format_of(Path("x.JSONL"), None) == "json"
-    assert format_of(Path("x.anything"), None) == "csv"
     assert format_of(None, None) == "table"
     with pytest.raises(InputError, match="Expected the format to be one of"):
         format_of(None, "xml")
     with pytest.raises(InputError, match="Expected a file to write parquet to"):
         format_of(None, "parquet")
     with pytest.raises(InputError, match="Expected `out` to end in one of"):
-        format_by_ending(Path("x.anything"))
+        format_of(Path("x.anything"), None)
 
 
 def test_without_pyarrow_the_message_says_what_to_install(monkeypatch):

@@ -257,6 +257,19 @@ class TestExplain:
         assert code == 2
         assert "Expected one image to explain, but 'new' is a folder" in err
 
+    def test_a_row_of_an_array_is_named_as_score_names_it(self, saved, nmd, world):
+        images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+        np.savez(world / "many.npz", images=images)
+        _, scored, _ = nmd("score", "m.nmd", "many.npz", "--format", "json")
+        rows = [json.loads(line) for line in scored.splitlines()]
+        for row in rows:
+            _, out, _ = nmd("explain", "m.nmd", row["path"], "--format", "json")
+            assert json.loads(out)["path"] == row["path"]
+            assert json.loads(out)["score"] == pytest.approx(row["score"], rel=1e-5)
+        code, _, err = nmd("explain", "m.nmd", "many.npz#3")
+        assert code == 1
+        assert "Expected an image that can be read, but got 'many.npz#3', of which there is none." in err
+
     def test_json_adds_up(self, saved, nmd):
         _, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png", "--format", "json")
         row = json.loads(out)

@@ -15,10 +15,15 @@ from neuralmean.errors import InputError, UsageError
 _BAR = 40
 
 
-@app.command(epilog="Example: `nmd explain model.nmd photo.png`.")
+@app.command(epilog="Example: `nmd explain model.nmd photo.png`, or `nmd explain model.nmd photos.npz#12`.")
 def explain(
     saved: options.Saved,
-    image: Annotated[str, typer.Argument(metavar="IMAGE", help="An image.", show_default=False)],
+    image: Annotated[
+        str,
+        typer.Argument(
+            metavar="IMAGE", help="An image, or a row of an array file as `nmd score` names it.", show_default=False
+        ),
+    ],
     top: Annotated[int, typer.Option("--top", min=1, help="How many channels to show.")] = 5,
     format_: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
     model: options.Model = None,
@@ -26,6 +31,7 @@ def explain(
 ) -> None:
     """Show how much each layer adds to the score of an image."""
     from neuralmean.images import ImageBatches
+    from neuralmean.images.arrays import row_name, split_name
     from neuralmean.opening import open_saved
 
     if format_ not in ("table", "json"):
@@ -33,22 +39,27 @@ def explain(
     if Path(image).is_dir():
         raise UsageError(f"Expected one image to explain, but {image!r} is a folder. Name a file in it.")
     opened = open_saved(saved, model=model, weights=weights)
-    batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
+    path, row = split_name(image)
+    if row is None or Path(image).exists():
+        batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
+    else:
+        wanted = row_name(path, row)
+        batches = ImageBatches([path], opened.need_preprocessing(), workers=0, skip=lambda name: name != wanted)
     batch = next(iter(batches), None)
     if batch is None:
-        reason = f": {batches.unreadable[0]}" if batches.unreadable else "."
+        reason = f": {batches.unreadable[0]}" if batches.unreadable else ", of which there is none."
         raise InputError(f"Expected an image that can be read, but got {image!r}{reason}")
     decision, found = opened.detector.predict(batch.images[:1])[0], opened.detector.explain(batch.images[:1])
     layers = list(zip(found.layers, found.by_layer[0].tolist(), strict=True))
     terms = {name: value[0].item() for name, value in found.terms.items()}
     if format_ == "json":
-        row: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "path": batch.names[0],
             "score": decision.score.item(),
             "p_value": decision.p_value.item(),
         }
-        row |= {"is_ood": bool(decision.is_ood), "layers": dict(layers), "terms": terms, "exact": found.exact}
-        typer.echo(json.dumps(row))
+        answer |= {"is_ood": bool(decision.is_ood), "layers": dict(layers), "terms": terms, "exact": found.exact}
+        typer.echo(json.dumps(answer))
         return
     typer.echo(f"{batch.names[0]}: {decision}")
     parts = [*layers, *terms.items()]

@@ -26,7 +26,7 @@ from neuralmean.modelspec import resolve
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.reference import Reference
 from neuralmean.saving import from_artefact
-from neuralmean.scoring import Entry, Journal, Row, format_by_ending, format_of, write_rows
+from neuralmean.scoring import Entry, Journal, Row, format_of, write_rows
 
 KEPT_NOTES = 1000
 
@@ -148,7 +148,7 @@ def score(
         on_unreadable: Called with each input that gives no image, but for those that an earlier run has met.
     """
     target = Path(out)
-    kind = format_by_ending(target) if format is None else format_of(target, format)
+    kind = format_of(target, format)
     work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
     saved, network, how = _open(artefact, model, preprocessing)
     chunks = work.chunks(sources)

@@ -6,7 +6,7 @@
 
 from neuralmean.scoring.journal import Entry, Journal
 from neuralmean.scoring.local import CountedBatches, ScoreFile, Tally, score_images
-from neuralmean.scoring.rows import FORMATS, Row, format_by_ending, format_of, format_rows, write_rows
+from neuralmean.scoring.rows import FORMATS, Row, format_of, format_rows, write_rows
 
 __all__ = [
     "FORMATS",
@@ -16,7 +16,6 @@ __all__ = [
     "Row",
     "ScoreFile",
     "Tally",
-    "format_by_ending",
     "format_of",
     "format_rows",
     "score_images",

@@ -27,22 +27,19 @@ class Row(NamedTuple):
 
 
 def format_of(out: Path | None, asked: str | None) -> str:
-    """Return the format to write: what was asked for, else what the file's ending says, else CSV or, without a file, a table."""
+    """Return the format to write: what was asked for, else what the file's ending says, or a table without a file."""
     if asked is not None and asked not in FORMATS:
         raise InputError(f"Expected the format to be one of {list(FORMATS)}, but got {asked!r}.")
-    chosen = asked or (_BY_ENDING.get(out.suffix.lower(), "csv") if out else "table")
+    chosen = asked or ("table" if out is None else _BY_ENDING.get(out.suffix.lower()))
+    if chosen is None:
+        raise InputError(
+            f"Expected `out` to end in one of {sorted(_BY_ENDING)}, but got {str(out)!r}. Use one, or name the format."
+        )
     if chosen == "parquet":
         if out is None:
             raise InputError("Expected a file to write parquet to. Pass --out FILE.")
         _import_parquet()
     return chosen
-
-
-def format_by_ending(out: Path) -> str:
-    """Return the format that the ending of a file asks for, or raise."""
-    if out.suffix.lower() not in _BY_ENDING:
-        raise InputError(f"Expected `out` to end in one of {sorted(_BY_ENDING)}, but got {str(out)!r}.")
-    return format_of(out, None)
 
 
 def write_rows(out: Path, kind: str, rows: Iterable[Row]) -> None:
