@@ -158,6 +158,7 @@ class Monitor:
 
     def _begin_tests(self) -> None:
         scores = self._calibration().scores.double().numpy()
+        self._known = self.detector.baseline
         self._item_ranks = OnlineRanks(scores, seed=self.seed + 2 * self._n_resets)
         self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
         self._item_evidence, self._block_evidence = Evidence(), Evidence()
@@ -332,9 +333,8 @@ class Monitor:
             self._sound(self._block_evidence.update(self._block_ranks.p_values([score])), item, "blocks")
 
     def _baseline(self) -> Baseline | None:
-        known = self.detector.baseline
-        if known is not None and known.moments.count >= _FEWEST:
-            return known
+        if self._known is not None and self._known.moments.count >= _FEWEST:
+            return self._known
         return Baseline.bare(self._learnt, len(self.detector.layers)) if self._learnt.count >= self.window else None
 
     def _compared_with(self) -> str:
@@ -355,11 +355,8 @@ class Monitor:
         window, names = latest[-1], self.detector.layers
         if window.count < 2:
             return (), 0
-        baseline, parts, certain = (
-            self._baseline(),
-            [part for part in latest if part.count >= _SHORTEST] or [window],
-            True,
-        )
+        parts = [part for part in latest if part.count >= _SHORTEST] or [window]
+        baseline, certain = self._baseline(), True
         off = 0.0 if baseline is None else 1 / baseline.moments.count
         if baseline is None:  # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
             zero = replace(window, mean=torch.zeros_like(window.mean))
