@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from neuralmean.data import Batch, check_input
 from neuralmean.layers import Layer, unwrap
+from neuralmean.recorder.leaving import Stop
 from neuralmean.recorder.module import RecordingModule
 from neuralmean.recorder.plan import Plan
-from neuralmean.recorder.sink import Sink, Stop
+from neuralmean.recorder.sink import Sink
 from neuralmean.recorder.stand_ins import StandIns
 from neuralmean.recording import Exits, Recording
 from neuralmean.running import Modules, blaming_input, device_of, evaluating, is_compiled

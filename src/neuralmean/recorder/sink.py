@@ -1,6 +1,6 @@
-"""What one forward pass shows of the watched layers: the only file that registers hooks.
+"""What one forward pass shows of the watched layers.
 
-Each activation is reduced inside the hook and let go. A hook only listens to the thread that registered it.
+Each activation is reduced inside a hook and let go. A hook only listens to the thread that put it there.
 
 Plain activations are summed up, and all sums are divided at once behind the pass. Whatever is not plain (another type, a mask, a
 second call of a layer, variances) is averaged on the spot.
@@ -9,26 +9,23 @@ second call of a layer, variances) is averaged on the spot.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from itertools import count, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from neuralmean.channels import channel_mean, channel_mean_variance, main_tensor
 from neuralmean.data import Batch
 from neuralmean.errors import InputError, LayerNotFiredError
-from neuralmean.layers import unwrap
+from neuralmean.layers import Layer
+from neuralmean.recorder.hooks import Hooks, first_argument
+from neuralmean.recorder.leaving import Leaving
 from neuralmean.recorder.plan import Plan
 from neuralmean.recording import Exits, Recording
-from neuralmean.running import Modules, blaming_input, device_of, evaluating
 
 _NOTHING: Mapping[str, Any] = {}
 _FLOAT = torch.float32
-_keys = count(-1, -1)  # of hooks in a module's dicts; torch's own begin at 0 and grow
 
 
 class _Current(threading.local):
@@ -36,10 +33,6 @@ class _Current(threading.local):
 
 
 current = _Current()  # the pass that this thread is in: the inner one, where one runs inside another
-
-
-class Stop(BaseException):  # no `except Exception` of a model may swallow it
-    """Ends a forward pass from inside a hook: the innermost one that is recorded, as no other listens."""
 
 
 class Sink:
@@ -69,7 +62,7 @@ class Sink:
             first = batch.first
             self.mask, self.size, self._device = batch.mask, first.shape[0], first.device
             self._sums_up = not variance and self.mask is None
-        self._places: list[tuple[Any, ...]] = []  # keys of the hooks of this pass, each with the dicts it is in
+        self._hooks = Hooks()
         self.clear()
 
     def clear(self) -> None:
@@ -80,10 +73,8 @@ class Sink:
         self.calls: dict[int, int] = {}  # of the others
         self.feature: Tensor | None = None
         self.logits: Tensor | None = None
-        self.stopped_at: int | None = None
-        self._depths = () if self.exits is None else tuple(self.exits.depths)
-        self._exits_end = self._depths[-1] if self._depths else 0  # no exit looks at later layers
-        self._next_exit, self._waiting = 0, [end - start for start, end in pairwise((0, *self._depths))]
+        self._leaving = Leaving(self.exits)
+        self._end = self._leaving.end  # of the layers that exits look at
 
     def attach(self) -> None:
         """Begin to listen: put hooks on the layers, but for those that are served."""
@@ -94,29 +85,18 @@ class Sink:
                 if index not in self.served:
                     self.hook(index)
         if self.head is not None:
-            self._hook(self.plan.module(self.head), self._head_hook, before=False)
+            self._hooks.put(self.plan.module(self.head), self._head_hook, before=False)
 
     def hook(self, index: int) -> None:
-        """Read a layer by a hook from now on: the last one, so that it sees what the others made of the activation."""
+        """Read a layer by a hook from now on."""
         self.served -= {index}
         before = self.layers[index].reads_input
-        self._hook(self.watched[index], self._input_hook(index) if before else self._output_hook(index), before=before)
-
-    def _hook(self, module: nn.Module, hook: Callable[..., None], *, before: bool) -> None:
-        # Straight into the module's own dicts: `register_forward_hook` and its handle take ten times as long.
-        hooks = module._forward_pre_hooks if before else module._forward_hooks
-        by_keyword = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
-        key = next(_keys)
-        self._places.append((key, hooks, by_keyword))  # before it is there, so that it is taken away in any case
-        by_keyword[key] = True
-        hooks[key] = hook
+        hook = self._input_hook(index) if before else self._output_hook(index)
+        self._hooks.put(self.watched[index], hook, before=before)
 
     def detach(self) -> None:
         """Take away what `attach` put there, whole or in part."""
-        for key, *dicts in self._places:
-            for hooks in dicts:
-                hooks.pop(key, None)
-        self._places.clear()
+        self._hooks.take_away()
         if self._is_for_thread and current.sink is self:
             current.sink = self._outer
 
@@ -124,12 +104,10 @@ class Sink:
         """Whether a hook was called by a thread, or in a pass inside this one, that it is not for."""
         return self._is_for_thread and current.sink is not self
 
-    # Another thread may call a hook that is half registered or half removed, and then without the keywords.
-
     def _input_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NOTHING) -> None:
             if not self._is_deaf():
-                self.add(index, args[0] if args else next(iter(kwargs.values()), None))
+                self.add(index, first_argument(args, kwargs))
 
         return hook
 
@@ -144,7 +122,7 @@ class Sink:
         if self._is_deaf():
             return
         kwargs, output = rest
-        feature, logits = args[0] if args else next(iter(kwargs.values())), main_tensor(output)
+        feature, logits = first_argument(args, kwargs), main_tensor(output)
         last = isinstance(module, nn.Linear)
         if self.size is not None and feature.shape[0] != self.size:
             raise InputError(
@@ -168,8 +146,8 @@ class Sink:
                 if sums is None:
                     sums = torch.sum(activation.detach() if activation.requires_grad else activation, dims)
                 self.shapes[index], self.values[index] = shape, sums
-                if index < self._exits_end:
-                    self._look_at_exits(index)
+                if index < self._end:
+                    self._leaving.look(index, self._means)
                 return
         self._add_any(index, activation)
 
@@ -191,18 +169,8 @@ class Sink:
         if calls:
             mean = mean + self._mean(index) * calls
         self.values[index], self.shapes[index], self.calls[index] = mean, None, calls + 1
-        if calls == 0 and index < self._exits_end:
-            self._look_at_exits(index)
-
-    def _look_at_exits(self, index: int) -> None:
-        """Ask the next exit whether to stop, once all of its layers have been seen."""
-        depths, exits = self._depths, cast(Exits, self.exits)
-        self._waiting[bisect_right(depths, index)] -= 1
-        while self._next_exit < len(depths) and self._waiting[self._next_exit] == 0:
-            if exits.should_stop(self._next_exit, self._means(depths[self._next_exit])):
-                self.stopped_at = self._next_exit
-                raise Stop
-            self._next_exit += 1
+        if calls == 0 and index < self._end:
+            self._leaving.look(index, self._means)
 
     def _mean(self, index: int) -> Tensor:
         """Return the mean of a layer that has fired, (N, C)."""
@@ -232,7 +200,7 @@ class Sink:
             LayerNotFiredError: A layer took no part in the pass.
             InputError: A layer has other rows than the inputs, or its channels elsewhere.
         """
-        depth = len(self.layers) if self.stopped_at is None else self._depths[self.stopped_at]
+        depth = len(self._seen())
         means = self._means(depth)
         if not self.variance:
             return means, None
@@ -241,14 +209,19 @@ class Sink:
     def finish(self, output: Any) -> Recording:
         """Return what was recorded, behind the pass."""
         means, variances = self.statistics()
-        if self.head is not None and self.feature is None and self.stopped_at is None:
+        stopped_at = self._leaving.stopped_at
+        if self.head is not None and self.feature is None and stopped_at is None:
             raise LayerNotFiredError(
                 f"Expected the head {self.head!r} to run in the forward pass, but it did not. Name another layer as `head`."
             )
         if self.calls:
             self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
-        layers = self.layers if self.stopped_at is None else self.layers[: self._depths[self.stopped_at]]
-        return Recording(output, layers, means, variances, self.feature, self.logits, self.stopped_at)
+        return Recording(output, self._seen(), means, variances, self.feature, self.logits, stopped_at)
+
+    def _seen(self) -> tuple[Layer, ...]:
+        """Return the layers that count: the first ones if the pass was stopped."""
+        stopped_at = self._leaving.stopped_at
+        return self.layers if stopped_at is None else self.layers[: self._leaving.depths[stopped_at]]
 
     def _check(self, depth: int) -> None:
         """Raise unless the first `depth` layers have fired, with as many rows and channels as expected."""
@@ -273,44 +246,3 @@ class Sink:
                     f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has "
                     f"{rows}. neuralmean needs the batch as first dimension; leave the layer out of `layers`."
                 )
-
-
-def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
-    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer.
-
-    Raises:
-        ModelInputError: The model cannot take the batch, which the caller calls `name`.
-    """
-    core = unwrap(model)
-    outputs: dict[str, Tensor] = {}
-    thread = threading.get_ident()
-
-    def keep(layer: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            if threading.get_ident() == thread and isinstance(output, Tensor):
-                outputs[layer] = output
-
-        return hook
-
-    handles: list[RemovableHandle] = []
-    with blaming_input(core, batch, name), evaluating(Modules(core)), torch.no_grad():
-        try:
-            for layer, module in core.named_modules():
-                if isinstance(module, nn.Linear):
-                    handles.append(module.register_forward_hook(keep(layer)))
-            moved = batch.to(device_of(core.modules())).each(
-                Tensor.clone
-            )  # a model may write to its input, which is needed again
-            result = main_tensor(core(*moved.args, **moved.kwargs))
-        finally:
-            for handle in handles:
-                handle.remove()
-    if result is None:
-        return None
-    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
-    same = [
-        layer
-        for layer, output in outputs.items()
-        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
-    ]
-    return same[-1] if same else None

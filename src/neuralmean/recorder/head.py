@@ -1,0 +1,51 @@
+"""Which layer gives the logits: found by looking for the one whose output is the model's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.channels import main_tensor
+from neuralmean.data import Batch
+from neuralmean.layers import unwrap
+from neuralmean.recorder.hooks import Hooks
+from neuralmean.running import Modules, blaming_input, device_of, evaluating
+
+
+def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
+    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer.
+
+    Raises:
+        ModelInputError: The model cannot take the batch, which the caller calls `name`.
+    """
+    core = unwrap(model)
+    outputs: dict[str, Tensor] = {}
+    thread = threading.get_ident()
+
+    def keep(layer: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, *rest: Any) -> None:
+            if threading.get_ident() == thread and isinstance(rest[-1], Tensor):
+                outputs[layer] = rest[-1]
+
+        return hook
+
+    # A model may write to its input, which is needed again.
+    moved = batch.to(device_of(core.modules())).each(Tensor.clone)
+    with blaming_input(core, batch, name), evaluating(Modules(core)), torch.no_grad(), Hooks() as hooks:
+        for layer, module in core.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.put(module, keep(layer), before=False)
+        result = main_tensor(core(*moved.args, **moved.kwargs))
+    if result is None:
+        return None
+    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
+    same = [
+        layer
+        for layer, output in outputs.items()
+        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
+    ]
+    return same[-1] if same else None
