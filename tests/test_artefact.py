@@ -125,6 +125,9 @@ HOSTILE = {
     "a baseline of nobody": lambda h, t: h["moments"].update(baseline=0),
     "a baseline with squares below zero": lambda h, t: t.update({"baseline.m2": torch.full((10,), -1.0).double()}),
     "a baseline of other layers": lambda h, t: t.update({"baseline.squares": torch.ones(3).double()}),
+    "a baseline with shares below zero": lambda h, t: t.update({"baseline.squares": -torch.ones(2).double()}),
+    "a baseline with shares above one": lambda h, t: t.update({"baseline.largest": 2 * torch.ones(2).double()}),
+    "a baseline of True": lambda h, t: h["moments"].update(baseline=True),
     "moments that are no mapping": lambda h, t: h.update(moments=["baseline"]),
     "a head that is not there": lambda h, t: h.update(head="nowhere"),
     "a reference of a negative number of examples": lambda h, t: h.update(

@@ -34,7 +34,7 @@ def _seen(*blocks, columns=COLUMNS, n_layers=2):
 
 
 def test_eigenvalues_are_those_of_the_correlations():
-    rows = _rows()
+    rows = _rows(n=200)
     baseline = _seen(rows)
     for layer in (0, 1):
         values = _reference_eigenvalues(rows[:, layer == COLUMNS])
@@ -58,12 +58,30 @@ def test_blocks_change_nothing():
     torch.testing.assert_close(split.largest, whole.largest)
 
 
-def test_of_many_rows_every_so_many_th_serves_for_the_correlations_and_all_for_the_moments():
+def test_of_many_rows_some_serve_for_the_correlations_and_all_for_the_moments():
     rows = _rows(n=9000)
-    thinned, by_hand = _seen(*rows.split(1000)), _seen(rows[::32])
-    assert thinned.moments.count == 9000
-    torch.testing.assert_close(thinned.moments.mean, Moments.of(rows).mean)
-    torch.testing.assert_close(thinned.squares, by_hand.squares)
+    baseline = _seen(*rows.split(1000))
+    assert baseline.moments.count == 9000
+    torch.testing.assert_close(baseline.moments.mean, Moments.of(rows).mean)
+    for layer in (0, 1):
+        values = _reference_eigenvalues(rows[:, layer == COLUMNS])
+        assert baseline.squares[layer].item() == pytest.approx(values.square().sum().item(), rel=0.1)
+    one_by_one = _seen(*rows.split(1))
+    assert torch.equal(one_by_one.squares, baseline.squares)
+
+
+def test_sources_that_take_turns_are_all_in_the_sample():
+    rows = torch.randn(4096, 10, generator=torch.Generator().manual_seed(0))
+    rows[::2] += 3  # makes all channels move together
+    torch.testing.assert_close(_seen(rows).squares, _seen(rows[torch.randperm(4096)]).squares, rtol=0.1, atol=0)
+
+
+def test_what_is_kept_does_not_grow():
+    seen = Seen(COLUMNS, 2)
+    for row in _rows(n=5000).split(1):
+        seen.add(row)
+    assert sum(map(len, seen._rows)) < 512
+    assert len(seen._rows) < 512
 
 
 def test_rows_are_copied_as_a_table_may_be_written_to_later():
@@ -76,11 +94,22 @@ def test_rows_are_copied_as_a_table_may_be_written_to_later():
 
 
 def test_dead_channels_are_nobody():
-    rows = torch.cat([_rows(), torch.full((400, 3), 7.0)], dim=1)
+    rounding = 1e-6 * torch.randn(400, 2, generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([_rows(), 0.1 + rounding, torch.full((400, 1), 7.0)], dim=1)
     columns = torch.cat([COLUMNS, torch.tensor([1, 1, 2])])
-    baseline = _seen(rows, columns=columns, n_layers=3)
-    torch.testing.assert_close(baseline.squares[:2], _seen(_rows()).squares)
+    baseline, living = _seen(rows, columns=columns, n_layers=3), _seen(_rows())
+    torch.testing.assert_close(baseline.squares[:2], living.squares)
     assert baseline.squares[2] == baseline.largest[2] == 1
+    moved = Moments.of(rows + 1)
+    shifts = baseline.layer_shifts([moved])[0]
+    torch.testing.assert_close(shifts[:2], living.layer_shifts([Moments.of(_rows() + 1)])[0])
+    assert shifts[2] == 0
+
+
+def test_small_layers_are_alive_beside_large_ones():
+    rows = _rows()
+    rows[:, 4:] *= 1e6
+    assert (_seen(rows).layer_shifts([Moments.of(rows + rows.std(dim=0))])[0] > 0.9).all()
 
 
 @pytest.mark.parametrize("n_rows", [16, 64])
@@ -96,6 +125,12 @@ def test_the_limit_is_passed_by_chance_no_more_often_than_it_says(n_rows):
     assert (over <= 63).all()
 
 
+def test_the_limit_is_that_of_the_formula():
+    baseline = Baseline(COLUMNS, Moments.empty(10), torch.tensor([0.36, 0.09]), torch.tensor([0.5, 0.2]))
+    by_hand = [1 + 2 * 3 * 0.6 + 18 * 0.5, 1 + 2 * 3 * 0.3 + 18 * 0.2]
+    assert baseline.limit(9.0).tolist() == pytest.approx(by_hand)
+
+
 def test_channels_of_their_own_leave_less_to_chance():
     together, apart = _seen(_rows()).limit(12.0).tolist()
     assert together == pytest.approx(24, rel=0.05)
@@ -103,4 +138,4 @@ def test_channels_of_their_own_leave_less_to_chance():
 
 
 def test_without_correlations_channels_may_all_be_one():
-    assert Baseline.bare(Moments.empty(10), 3).limit(10.0).tolist() == [20.0, 20.0, 20.0]
+    assert Baseline.bare(COLUMNS, Moments.empty(10), 3).limit(10.0).tolist() == [20.0, 20.0, 20.0]

@@ -176,6 +176,30 @@ def test_a_turn_shows_in_the_latest_items_before_it_shows_in_the_window(detector
     assert status.layers[0].shift == pytest.approx(2 * 24 / 44, abs=0.2)
 
 
+def test_few_items_name_no_layer_however_strange(detector):
+    monitor = Monitor(_with_normal_scores(detector, known=torch.randn(1000, 10)))
+    monitor.update(_decision(detector, _normal(31, 1)), vectors=torch.full((31, 10), 9.0))
+    assert monitor.status().layers[0].shift > 8
+    assert not any(shift.moved for shift in monitor.status().layers)
+    monitor.update(_decision(detector, _normal(1, 2)), vectors=torch.full((1, 10), 9.0))
+    assert all(shift.moved for shift in monitor.status().layers)
+
+
+def test_a_monitor_stays_with_the_calibration_that_it_began_with(detector, tmp_path):
+    monitor = Monitor(_with_normal_scores(detector, known=torch.randn(1000, 10)))
+    monitor.update(_decision(detector, _normal(64, 1)), vectors=torch.randn(64, 10))
+    before = copy.copy(detector)
+    _with_normal_scores(detector, seed=1, known=5 + torch.randn(1000, 10))
+    assert not any(shift.moved for shift in monitor.status().layers)
+    monitor.save(tmp_path / "state")
+    with pytest.raises(ModelMismatchError, match="but got another one"):
+        Monitor.load(tmp_path / "state", detector)
+    assert Monitor.load(tmp_path / "state", before).status() == monitor.status()
+    monitor.reset()
+    monitor.update(_decision(detector, _normal(64, 1)), vectors=torch.randn(64, 10))
+    assert all(shift.moved for shift in monitor.status().layers)
+
+
 def test_layers_do_not_move_on_streams_like_the_held_out_data(detector):
     # Asked 20 times on each of 50 streams, at 0.1 % each time: the looks of a stream hang together, so 10 streams would be
     # the most by far.

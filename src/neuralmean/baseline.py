@@ -8,58 +8,86 @@ say the same do not. The eigenvalues of their correlations tell.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from neuralmean.moments import Moments
 
-_SAMPLE = 256  # rows that correlations are taken from, at least, where there are as many
+_SAMPLE = 256  # rows that correlations are taken from
+_DEAD = 1e-3  # of the mean deviation of a layer's channels: what varies less, varies by rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
     r"""Moments of the vectors of held-out data, and how much the channels of each layer move together.
 
-    With :math:`\lambda_i` the eigenvalues of the correlations of a layer's channels over their sum:
+    With :math:`\lambda_i` the eigenvalues of the correlations of a layer's live channels over their sum:
 
     Attributes:
+        columns: The layer of each column, (D,).
         moments: Of the columns, (D,).
         squares: :math:`\sum_i \lambda_i^2` of each layer, (L,): 1 over how many independent channels it is worth.
         largest: At least :math:`\max_i \lambda_i`, and hardly more, (L,).
     """
 
+    columns: Tensor
     moments: Moments
     squares: Tensor
     largest: Tensor
 
     @classmethod
-    def bare(cls, moments: Moments, n_layers: int) -> Baseline:
+    def bare(cls, columns: Tensor, moments: Moments, n_layers: int) -> Baseline:
         """Return a baseline of which only moments are known: the channels of a layer might all move as one."""
         ones = torch.ones(n_layers, dtype=torch.float64)
-        return cls(moments, ones, ones)
+        return cls(columns, moments, ones, ones)
+
+    def shifts(self, rows: Moments) -> Tensor:
+        """Return the squared move of each channel's mean in standard deviations, (D,); dead channels do not move.
+
+        Example:
+            >>> held_out = Moments.of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+            >>> baseline = Baseline.bare(torch.tensor([0, 0]), held_out, 1)
+            >>> baseline.shifts(Moments.of(torch.tensor([[5.0, 6.0]])))
+            tensor([9., 0.], dtype=torch.float64)
+        """
+        return torch.where(self._alive, (rows.mean - self.moments.mean) / self.moments.std, 0.0).square()
+
+    def layer_shifts(self, parts: Sequence[Moments]) -> Tensor:
+        """Return the mean squared move of the live channels of each layer, (parts, L)."""
+        totals = self._sum(torch.stack([self.shifts(part) for part in parts]))
+        return totals / self._sum(self._alive.double()[None]).clamp_min(1)
+
+    @cached_property
+    def _alive(self) -> Tensor:
+        counts = self._sum(torch.ones_like(self.moments.mean)[None])
+        usual = self._sum(self.moments.std[None]) / counts.clamp_min(1)
+        return self.moments.std > (_DEAD * usual[0][self.columns]).clamp_min(1e-12)
+
+    def _sum(self, rows: Tensor) -> Tensor:
+        """Add up the columns (N, D) of each layer, (N, L)."""
+        return rows.new_zeros(len(rows), len(self.squares)).index_add_(1, self.columns, rows)
 
     def limit(self, log_odds: float) -> Tensor:
         r"""Return how large the mean square move of each layer may be by chance, in units of that of one channel, (L,).
 
-        It is larger with a probability of at most :math:`e^{-x}`, for x = `log_odds`. The move is a sum of chi-squares with
-        weights :math:`\lambda_i` (Laurent and Massart, Ann. Statist. 28, 2000, Lemma 1), and never likelier to be large than a
-        single one:
+        It is larger with a probability of at most :math:`e^{-x}`, for x = `log_odds` and normal means. The move is a sum of
+        chi-squares with weights :math:`\lambda_i` (Laurent and Massart, Ann. Statist. 28, 2000, Lemma 1), and never likelier to
+        be large than a single one:
 
         .. math::
             \min\Big(2x,\ 1 + 2 \sqrt{x \textstyle\sum_i \lambda_i^2} + 2 x \max_i \lambda_i\Big)
-
-        Example:
-            >>> Baseline(Moments.empty(4), torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.25])).limit(9.0)
-            tensor([18.0000,  8.5000])
         """
         loose = 1 + 2 * (log_odds * self.squares).sqrt() + 2 * log_odds * self.largest
         return loose.clamp_max(2 * log_odds)
 
 
 class Seen:
-    """Makes a `Baseline` of vectors as they come.
+    """Makes a `Baseline` of vectors as they come, however they come.
 
     Args:
         columns: The layer of each column, (D,).
@@ -69,23 +97,36 @@ class Seen:
     def __init__(self, columns: Tensor, n_layers: int) -> None:
         self._columns, self._n_layers = columns, n_layers
         self._moments = Moments.empty(len(columns))
-        self._sample: list[Tensor] = []  # every `_step`-th row
-        self._step = 1
+        # The rows with the smallest of seeded random keys: a random sample.
+        self._random = np.random.default_rng(0)
+        self._keys, self._rows = list[Tensor](), list[Tensor]()
+        self._n_kept, self._end = 0, math.inf  # no row with a larger key is wanted any more
 
     def add(self, vectors: Tensor) -> None:
         """Take more rows in, (N, D)."""
-        start = -self._moments.count % self._step
         self._moments += Moments.of(vectors)
-        self._sample.append(vectors[start :: self._step].detach().cpu().clone())
-        while sum(map(len, self._sample)) >= 2 * _SAMPLE:
-            self._sample, self._step = [torch.cat(self._sample)[::2].clone()], 2 * self._step
+        keys = torch.from_numpy(self._random.random(len(vectors)))
+        wanted = (keys < self._end).nonzero()[:, 0]
+        if len(wanted):
+            self._keys.append(keys[wanted])
+            self._rows.append(vectors.detach()[wanted.to(vectors.device)].cpu())
+            self._n_kept += len(wanted)
+        if self._n_kept >= 2 * _SAMPLE:
+            self._thin()
+
+    def _thin(self) -> None:
+        keys, order = torch.cat(self._keys).sort()
+        rows = torch.cat(self._rows)[order[:_SAMPLE]]
+        self._keys, self._rows, self._n_kept = [keys[:_SAMPLE]], [rows], len(rows)
+        self._end = keys[:_SAMPLE][-1].item()
 
     def baseline(self) -> Baseline:
         """Return what was seen."""
-        sample = torch.cat(self._sample)
+        self._thin()
+        (sample,) = self._rows
         found = [_together(sample[:, self._columns == layer].double()) for layer in range(self._n_layers)]
         squares, largest = (torch.tensor(numbers, dtype=torch.float64) for numbers in zip(*found, strict=True))
-        return Baseline(self._moments, squares, largest)
+        return Baseline(self._columns, self._moments, squares, largest)
 
 
 def _together(rows: Tensor) -> tuple[float, float]:
@@ -95,14 +136,14 @@ def _together(rows: Tensor) -> tuple[float, float]:
     """
     rows = rows - rows.mean(dim=0)
     lengths = rows.norm(dim=0)
-    rows = rows / torch.where(lengths > 0, lengths, math.inf)  # dead channels are 0
+    alive = lengths > _DEAD * lengths.mean()
+    if not alive.any():
+        return 1.0, 1.0
+    rows = rows[:, alive] / lengths[alive]
     products = (
         rows.T @ rows if rows.shape[1] <= len(rows) else rows @ rows.T
     )  # whose eigenvalues are the same, but for zeros
-    total = products.trace().item()
-    if total <= 0:
-        return 1.0, 1.0
-    products = products / total
+    products = products / products.trace()
     square = products.square().sum().item()
     fourth = (products @ products).square().sum().item()
     return min(1.0, square), min(1.0, fourth**0.25)

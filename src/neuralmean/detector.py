@@ -213,8 +213,8 @@ class Detector:
         else:
             parts = sets.into_observations(self._observation)
             scores, source = fitting.fit_and_score_inliers(scorer, **parts, rate=rate)
-        self.calibration, self.calibration_source = Calibration.of(scores, rate), source
-        self.baseline = None if held_out is None else seen.baseline()
+        baseline = None if held_out is None else seen.baseline()
+        self.calibration, self.calibration_source, self.baseline = Calibration.of(scores, rate), source, baseline
         self.fitted = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **sets.counts()}
         return source
 
@@ -225,9 +225,9 @@ class Detector:
         for found, vectors in self._score_each(held_out, "held_out", batch_size):
             scores.append(found)
             seen.add(vectors)
-        calibration = Calibration.of(torch.cat(scores), false_alarm_rate)
-        self.calibration, self.calibration_source, self.baseline = calibration, "held_out", seen.baseline()
-        self.fitted = {**self.fitted, "n_held_out": self.baseline.moments.count}
+        calibration, baseline = Calibration.of(torch.cat(scores), false_alarm_rate), seen.baseline()
+        self.calibration, self.calibration_source, self.baseline = calibration, "held_out", baseline
+        self.fitted = {**self.fitted, "n_held_out": baseline.moments.count}
         return self
 
     def __call__(self, x: Any) -> tuple[Any, Decision]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from neuralmean.artefact import Artefact
 from neuralmean.baseline import Baseline
 from neuralmean.calibration import Calibration, check_rate
-from neuralmean.decision import Decision, sum_by_layer
+from neuralmean.decision import Decision
 from neuralmean.detector import Detector
 from neuralmean.discrepancy import vector_layers
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
@@ -37,7 +37,6 @@ BLOCK = 32
 P_VALUE_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _N_TESTS = 2
 _FEWEST = 128  # held-out examples to compare with
-_SHORTEST = 16  # items whose mean is worth a look: of fewer it is not nearly normal
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class LayerShift:
 
     Attributes:
         layer: Dotted name of the layer.
-        shift: Root mean square over its channels of the move, in standard deviations of single inputs, less what chance
+        shift: Root mean square over its live channels of the move, in standard deviations of single inputs, less what chance
             explains.
         moved: Whether chance is out of the question as an explanation; before there is a baseline, only after an alarm.
     """
@@ -159,6 +158,7 @@ class Monitor:
     def _begin_tests(self) -> None:
         scores = self._calibration().scores.double().numpy()
         self._known = self.detector.baseline
+        self.watches = identity(self.detector)  # as it is now, although it may be calibrated again
         self._item_ranks = OnlineRanks(scores, seed=self.seed + 2 * self._n_resets)
         self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
         self._item_evidence, self._block_evidence = Evidence(), Evidence()
@@ -329,13 +329,17 @@ class Monitor:
         if baseline is None:
             self._learnt = self._learnt + block
         else:
-            score = standard_shift(block, baseline.moments).mean().sqrt().item()
+            score = baseline.shifts(block).mean().sqrt().item()
             self._sound(self._block_evidence.update(self._block_ranks.p_values([score])), item, "blocks")
 
     def _baseline(self) -> Baseline | None:
         if self._known is not None and self._known.moments.count >= _FEWEST:
             return self._known
-        return Baseline.bare(self._learnt, len(self.detector.layers)) if self._learnt.count >= self.window else None
+        return self._bare(self._learnt) if self._learnt.count >= self.window else None
+
+    def _bare(self, moments: Moments) -> Baseline:
+        columns = vector_layers(self.detector._layers, self.detector.statistic)
+        return Baseline.bare(columns, moments, len(self.detector.layers))
 
     def _compared_with(self) -> str:
         baseline = self._baseline()
@@ -352,41 +356,28 @@ class Monitor:
         and so on are looked at as well, and the part with the clearest move is taken, if there is a clear one.
         """
         latest = list(accumulate([self._open, *reversed(self._blocks)]))
-        window, names = latest[-1], self.detector.layers
+        window, baseline = latest[-1], self._baseline()
         if window.count < 2:
             return (), 0
-        parts = [part for part in latest if part.count >= _SHORTEST] or [window]
-        baseline, certain = self._baseline(), True
-        off = 0.0 if baseline is None else 1 / baseline.moments.count
-        if baseline is None:  # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
-            zero = replace(window, mean=torch.zeros_like(window.mean))
-            baseline, parts, certain = Baseline.bare(zero, len(names)), [window], self.drift
-        squares = torch.stack([standard_shift(part, baseline.moments) for part in parts])
-        columns = vector_layers(self.detector._layers, self.detector.statistic)
-        totals = sum_by_layer(torch.cat([squares, torch.ones_like(squares[:1])]), columns, len(names))
+        parts = [part for part in latest if part.count >= BLOCK] or [window]
+        certain, off = window.count >= BLOCK, 0.0  # means of fewer are not nearly normal
+        if baseline is not None:
+            off = 1 / baseline.moments.count
+        else:  # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
+            baseline = self._bare(replace(window, mean=torch.zeros_like(window.mean)))
+            parts, certain = [window], certain and self.drift
         noise = torch.tensor([1 / part.count + off for part in parts], dtype=torch.float64)
-        times = totals[:-1] / totals[-1] / noise[:, None]  # (parts, layers) of what chance explains
+        times = baseline.layer_shifts(parts) / noise[:, None]  # (parts, layers) of what chance explains
         over = times / baseline.limit(math.log(1000 * times.numel()))  # 0.1 % for all layers and parts together
         clearest = int(over.amax(dim=1).argmax()) if bool((over > 1).any()) else -1
         shifts = [
             LayerShift(name, math.sqrt(max(0.0, ratio - 1) * noise[clearest].item()), certain and excess > 1)
-            for name, ratio, excess in zip(names, times[clearest].tolist(), over[clearest].tolist(), strict=True)
+            for name, ratio, excess in zip(
+                self.detector.layers, times[clearest].tolist(), over[clearest].tolist(), strict=True
+            )
         ]
         return tuple(sorted(shifts, key=lambda shift: -shift.shift)), parts[clearest].count
 
     def __repr__(self) -> str:
         state = f"drift since item {self._drift[0]}" if self._drift is not None else "no drift"
         return f"Monitor({self._n_seen} items, {self._n_ood} OOD, {state})"
-
-
-def standard_shift(rows: Moments, baseline: Moments) -> Tensor:
-    """Return the squared move of each channel's mean in standard deviations of `baseline`, shape (D,); dead ones are 0.
-
-    Example:
-        >>> baseline = Moments.of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-        >>> standard_shift(Moments.of(torch.tensor([[5.0, 5.0]])), baseline)
-        tensor([9., 0.], dtype=torch.float64)
-    """
-    std = baseline.std
-    alive = std > 1e-12 * (1 + baseline.mean.abs())
-    return torch.where(alive, (rows.mean - baseline.mean) / torch.where(alive, std, 1.0), 0.0).square()

@@ -25,8 +25,9 @@ def identity(detector: Detector) -> str:
         raise NotFittedError("Expected a detector with a threshold to monitor. Call `fit` or `calibrate` first.")
     digest = hashlib.sha256("\n".join(detector.channels).encode())
     digest.update(detector.calibration.scores.double().numpy().tobytes())
-    if detector.baseline is not None:
-        digest.update(detector.baseline.moments.mean.numpy().tobytes())
+    if (known := detector.baseline) is not None:
+        for numbers in (known.moments.mean, known.moments.m2, known.squares, known.largest):
+            digest.update(numbers.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -43,7 +44,7 @@ def to_artefact(monitor: Monitor) -> Artefact:
     tensors["recent"] = torch.tensor(list(monitor._recent), dtype=torch.float64).reshape(-1, 2)
     header = {
         "kind": "monitor",
-        "detector": identity(monitor.detector),
+        "detector": monitor.watches,
         "window": monitor.window,
         "false_alarm_rate": monitor.false_alarm_rate,
         "seed": monitor.seed,

@@ -65,7 +65,7 @@ def track(
     iterable: Iterable[T],
     *,
     description: str,
-    total: int | None = None,
+    total: int | Callable[[], int] | None = None,
     unit: str = "images",
     size: Callable[[T], int] | None = None,
     quiet: bool = False,
@@ -77,7 +77,8 @@ def track(
     Args:
         iterable: What to go through; consumed lazily, one item at a time.
         description: What is being done, a few words.
-        total: How many units there are in all; None takes the length of `iterable` where it has one and `size` is None.
+        total: How many units there are in all, or what tells, where that shows on the way; None takes the length of
+            `iterable` where it has one and `size` is None.
         unit: What is counted.
         size: How many units an item stands for, such as `len` for batches; None counts each item as one.
         quiet: Show nothing at all.
@@ -95,10 +96,14 @@ def track(
         return
     if total is None and size is None and isinstance(iterable, Sized):
         total = len(iterable)
-    display = _display(style, setting.every, description, total, unit)
+
+    def known() -> int | None:
+        return total() if callable(total) else total
+
+    display = _display(style, setting.every, description, unit)
     _active.flag = True
     try:
-        display.start()
+        display.start(known())
         done, shown = 0, time.monotonic()
         for item in iterable:
             yield item
@@ -106,7 +111,7 @@ def track(
             # A display that is told of every item costs more than a cheap item does.
             if (now := time.monotonic()) - shown >= _REFRESH_SECONDS:
                 shown = now
-                display.update(done)
+                display.update(done, known())
         display.finish(done)
     finally:
         _active.flag = False
@@ -114,28 +119,29 @@ def track(
 
 
 class _Display(Protocol):
-    def start(self) -> None: ...
-    def update(self, done: int) -> None: ...
+    def start(self, total: int | None) -> None: ...
+    def update(self, done: int, total: int | None) -> None: ...
     def finish(self, done: int) -> None: ...
     def stop(self) -> None: ...
 
 
-def _display(style: Style, every: float, description: str, total: int | None, unit: str) -> _Display:
-    return _Bar(description, total, unit) if style == "bar" else _Lines(description, total, unit, every)
+def _display(style: Style, every: float, description: str, unit: str) -> _Display:
+    return _Bar(description, unit) if style == "bar" else _Lines(description, unit, every)
 
 
 class _Bar:
     """A live bar on stderr, drawn by rich."""
 
-    def __init__(self, description: str, total: int | None, unit: str) -> None:
+    def __init__(self, description: str, unit: str) -> None:
         self._progress = _rich_progress(unit)
-        self._task = self._progress.add_task(description, total=total)
+        self._task = self._progress.add_task(description, total=None)
 
-    def start(self) -> None:
+    def start(self, total: int | None) -> None:
+        self._progress.update(self._task, total=total)
         self._progress.start()
 
-    def update(self, done: int) -> None:
-        self._progress.update(self._task, completed=done)
+    def update(self, done: int, total: int | None) -> None:
+        self._progress.update(self._task, completed=done, total=total)
 
     def finish(self, done: int) -> None:
         self._progress.update(self._task, completed=done, total=done)
@@ -147,18 +153,18 @@ class _Bar:
 class _Lines:
     """A plain line on stderr every few seconds and one at the end: what a log file wants."""
 
-    def __init__(self, description: str, total: int | None, unit: str, every: float) -> None:
-        self._description, self._total, self._unit, self._every = description, total, unit, every
+    def __init__(self, description: str, unit: str, every: float) -> None:
+        self._description, self._unit, self._every = description, unit, every
         self._begun = self._last = time.monotonic()
 
-    def start(self) -> None:
+    def start(self, total: int | None) -> None:
         self._begun = self._last = time.monotonic()
 
-    def update(self, done: int) -> None:
+    def update(self, done: int, total: int | None) -> None:
         now = time.monotonic()
         if now - self._last >= self._every:
             self._last = now
-            self._write(plain_line(self._description, done, self._total, self._unit, now - self._begun))
+            self._write(plain_line(self._description, done, total, self._unit, now - self._begun))
 
     def finish(self, done: int) -> None:
         self._write(plain_line(self._description, done, done, self._unit, time.monotonic() - self._begun))

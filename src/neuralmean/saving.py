@@ -13,7 +13,7 @@ from neuralmean import cascade
 from neuralmean.artefact import Artefact
 from neuralmean.baseline import Baseline
 from neuralmean.calibration import Calibration, check_rate
-from neuralmean.discrepancy import check_statistic
+from neuralmean.discrepancy import check_statistic, vector_layers
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
 from neuralmean.fitting import GUARANTEES, score_rows
 from neuralmean.layers import unwrap
@@ -128,8 +128,13 @@ def _fill(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: An
     if detector.statistic == "both":
         detector.scale = _moments(artefact, "scale", width)
     if "baseline" in header["moments"]:
-        together = (_vector(tensors, f"baseline.{name}", len(detector.layers)) for name in ("squares", "largest"))
-        detector.baseline = Baseline(_moments(artefact, "baseline", width), *together)
+        squares, largest = (
+            _vector(tensors, f"baseline.{name}", len(detector.layers)) for name in ("squares", "largest")
+        )
+        if not all(bool(((part > 0) & (part <= 1)).all()) for part in (squares, largest)):
+            raise ArtefactError("the shares of the baseline are not shares")
+        columns = vector_layers(detector._layers, detector.statistic)
+        detector.baseline = Baseline(columns, _moments(artefact, "baseline", width), squares, largest)
     scores = tensors["calibration.scores"]
     rate, source = header["calibration"]["false_alarm_rate"], header["calibration"]["source"]
     check_rate(rate)
@@ -189,6 +194,6 @@ def _moments(artefact: Artefact, name: str, width: int) -> Moments:
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or not 1 <= value < 2**53:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
         raise ArtefactError(f"{value!r} is not a number of examples")
     return value

@@ -653,6 +653,19 @@ def test_layers_are_named_in_the_log_as_soon_as_it_is_certain(detector, images, 
     assert re.fullmatch(r"Layers that moved, by the last \d+ inputs: bn\d, bn\d\.", named)
 
 
+def test_layers_are_named_after_a_restart_too(detector, images, caplog, tmp_path):
+    monitor = Monitor(detector)
+    first = Live(monitor, None, n_flagged=0, state=tmp_path / "state")
+    first.take(images[:8], _unexplained(detector, images[:8]))
+    first.save()
+    again = Live(Monitor.load(tmp_path / "state", detector), None, n_flagged=0, state=None)
+    shared = _unexplained(detector, images[:40])
+    again.take(images[:40], replace(shared, vectors=shared.vectors + 5 * detector.baseline.moments.std.float()))
+    alarm, named = (record.getMessage() for record in caplog.records)
+    assert alarm.startswith("The stream has shifted")
+    assert named.startswith("Layers that moved, by the last")
+
+
 def test_it_is_not_asked_for_ever_which_layers_moved(detector, images, caplog, monkeypatch):
     monitor, asked = Monitor(detector, window=64), []
     live = Live(monitor, None, n_flagged=0, state=None)

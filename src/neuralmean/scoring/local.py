@@ -17,7 +17,7 @@ from typing import Any
 from neuralmean.artefact import Artefact
 from neuralmean.detector import Detector
 from neuralmean.errors import InputError
-from neuralmean.images import ImageBatch, ImageBatches, Unreadable
+from neuralmean.images import ImageBatches, Unreadable
 from neuralmean.preprocessing import Preprocessing
 from neuralmean.progress import track
 from neuralmean.scoring.journal import Journal
@@ -61,7 +61,7 @@ def score_images(
     skip: Callable[[str], bool] | None = None,
 ) -> Iterator[list[Row]]:
     """Yield the rows of the images that `paths` name, a batch at a time, in order."""
-    n_done = 0  # images of an earlier run that the progress bar has not counted yet
+    n_done = 0  # in an earlier run, as far as that is known
 
     def is_done(name: str) -> bool:
         nonlocal n_done
@@ -69,15 +69,13 @@ def score_images(
         n_done += done
         return done
 
-    def count(batch: ImageBatch) -> int:
-        nonlocal n_done
-        passed, n_done = n_done + len(batch.names), 0
-        return passed
-
     batches = CountedBatches(
         paths, preprocessing, batch_size=batch_size, workers=workers, on_unreadable=on_unreadable, skip=is_done
     )
-    for images, names in track(batches, description="Scoring", total=batches.count(), size=count):
+    n_all = batches.count()
+    for images, names in track(
+        batches, description="Scoring", total=lambda: n_all - n_done, size=lambda batch: len(batch.names)
+    ):
         decision = detector.predict(images, batch_size=batch_size)
         columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist()
         yield [Row(*row) for row in zip(names, *columns, strict=True)]
