@@ -70,6 +70,14 @@ def test_of_many_rows_some_serve_for_the_correlations_and_all_for_the_moments():
     assert torch.equal(one_by_one.squares, baseline.squares)
 
 
+def test_one_may_ask_on_the_way():
+    rows, seen = _rows(n=200), Seen(COLUMNS, 2)
+    seen.add(rows[:20])
+    seen.baseline()
+    seen.add(rows[20:])
+    torch.testing.assert_close(seen.baseline().squares, _seen(rows).squares)
+
+
 def test_sources_that_take_turns_are_all_in_the_sample():
     rows = torch.randn(4096, 10, generator=torch.Generator().manual_seed(0))
     rows[::2] += 3  # makes all channels move together

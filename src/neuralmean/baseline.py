@@ -118,7 +118,8 @@ class Seen:
         keys, order = torch.cat(self._keys).sort()
         rows = torch.cat(self._rows)[order[:_SAMPLE]]
         self._keys, self._rows, self._n_kept = [keys[:_SAMPLE]], [rows], len(rows)
-        self._end = keys[:_SAMPLE][-1].item()
+        if len(rows) == _SAMPLE:
+            self._end = keys[_SAMPLE - 1].item()
 
     def baseline(self) -> Baseline:
         """Return what was seen."""

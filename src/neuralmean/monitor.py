@@ -111,7 +111,7 @@ class Monitor:
         \sqrt{\frac{1}{D} \sum_c \left( \frac{\mathrm{NMD}_c(I) - \overline{\mathrm{NMD}}_c}{\sigma_c} \right)^2}
 
     with mean and standard deviation of the held-out data, or of the stream's first `window` items where the detector has seen
-    no 128 held-out examples.
+    fewer than 128 held-out examples.
 
     Args:
         detector: A calibrated detector.

@@ -60,9 +60,8 @@ class Live:
         self._number = 0
         self._saved = (-1, -1)
         self._drift_time: float | None = None  # of the alarm, if it went off since the start
-        self._n_unnamed = (
-            monitor.window if monitor.drift else 0
-        )  # inputs during which it is still asked which layers moved
+        # Inputs during which it is still asked which layers moved.
+        self._n_unnamed = monitor.window if monitor.drift else 0
         self._items: deque[Item] = deque(maxlen=N_ITEMS)
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
