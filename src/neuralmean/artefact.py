@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from neuralmean.errors import ArtefactError, InputError
 from neuralmean.files import write_atomically
+from neuralmean.fingerprint import add_tensor
 
 FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20
@@ -90,11 +90,7 @@ class Artefact:
 def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        if tensor.numel():
-            flat = tensor.as_strided((tensor.numel(),), (1,))  # a single number may have any stride
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        add_tensor(digest, name, tensors[name])
     return digest.hexdigest()
 
 

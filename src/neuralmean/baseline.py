@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neuralmean.discrepancy import sum_by_layer
 from neuralmean.moments import Moments
 
 _SAMPLE = 256  # rows that correlations are taken from
@@ -69,8 +70,7 @@ class Baseline:
         return self.moments.std > (_DEAD * usual[0][self.columns]).clamp_min(1e-12)
 
     def _sum(self, rows: Tensor) -> Tensor:
-        """Add up the columns (N, D) of each layer, (N, L)."""
-        return rows.new_zeros(len(rows), len(self.squares)).index_add_(1, self.columns, rows)
+        return sum_by_layer(rows, self.columns, len(self.squares))
 
     def limit(self, log_odds: float) -> Tensor:
         r"""Return how large the mean square move of each layer may be by chance, in units of that of one channel, (L,).
@@ -141,9 +141,8 @@ def _together(rows: Tensor) -> tuple[float, float]:
     if not alive.any():
         return 1.0, 1.0
     rows = rows[:, alive] / lengths[alive]
-    products = (
-        rows.T @ rows if rows.shape[1] <= len(rows) else rows @ rows.T
-    )  # whose eigenvalues are the same, but for zeros
+    # The eigenvalues of both are the same, but for zeros.
+    products = rows.T @ rows if rows.shape[1] <= len(rows) else rows @ rows.T
     products = products / products.trace()
     square = products.square().sum().item()
     fourth = (products @ products).square().sum().item()

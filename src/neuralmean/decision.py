@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from neuralmean.calibration import Calibration
@@ -100,12 +99,6 @@ class Explanation:
     def __repr__(self) -> str:
         names = ", ".join(name for name, _ in self.top_layers())
         return f"Explanation({len(self.score)} inputs; first: {names})"
-
-
-def sum_by_layer(by_channel: Tensor, column_layers: Tensor, n_layers: int) -> Tensor:
-    """Add the contributions of each layer's columns up, (N, D) to (N, L)."""
-    result = torch.zeros(len(by_channel), n_layers, dtype=by_channel.dtype)
-    return result.index_add_(1, column_layers, by_channel)
 
 
 def _top(values: Tensor, names: tuple[str, ...], n: int) -> list[tuple[str, float]]:

@@ -17,13 +17,14 @@ from neuralmean.artefact import Artefact
 from neuralmean.baseline import Baseline, Seen
 from neuralmean.calibration import Calibration, check_rate
 from neuralmean.data import BATCH_SIZE, count_batches, count_rows, to_batch, to_batches
-from neuralmean.decision import Decision, Explanation, sum_by_layer
+from neuralmean.decision import Decision, Explanation
 from neuralmean.discrepancy import (
     Statistic,
     check_statistic,
     discrepancy,
     pool_batch,
     scale_of,
+    sum_by_layer,
     vector_layers,
     vector_names,
 )

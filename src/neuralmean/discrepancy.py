@@ -110,6 +110,12 @@ def vector_layers(layers: Sequence[Layer], statistic: Statistic) -> Tensor:
     return torch.cat([index, index]) if statistic == "both" else index
 
 
+def sum_by_layer(by_channel: Tensor, column_layers: Tensor, n_layers: int) -> Tensor:
+    """Add up the columns of each layer, (N, D) to (N, L); `vector_layers` says which these are."""
+    result = torch.zeros(len(by_channel), n_layers, dtype=by_channel.dtype)
+    return result.index_add_(1, column_layers, by_channel)
+
+
 def check_statistic(statistic: str) -> Statistic:
     """Return `statistic`, or raise unless it is one of the three."""
     if statistic not in get_args(Statistic):

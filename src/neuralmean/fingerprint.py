@@ -22,11 +22,16 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(unwrap(model).state_dict().items()):
         if isinstance(value, Tensor):
-            data = value.detach().cpu().contiguous()
-            digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
-            flat = data.as_strided((data.numel(),), (1,))  # a single number may have any stride
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+            add_tensor(digest, name, value)
     return digest.hexdigest()
+
+
+def add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    """Add a tensor to a digest: its name, type, shape and values."""
+    data = tensor.detach().cpu().contiguous()
+    digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
+    flat = data.as_strided((data.numel(),), (1,))  # a single number may have any stride
+    digest.update(flat.view(torch.uint8).numpy().tobytes())
 
 
 class WeightsWatch:

@@ -158,7 +158,7 @@ class Monitor:
     def _begin_tests(self) -> None:
         scores = self._calibration().scores.double().numpy()
         self._known = self.detector.baseline
-        self.watches = identity(self.detector)  # as it is now, although it may be calibrated again
+        self._identity = identity(self.detector)  # as it is now, although it may be calibrated again
         self._item_ranks = OnlineRanks(scores, seed=self.seed + 2 * self._n_resets)
         self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
         self._item_evidence, self._block_evidence = Evidence(), Evidence()
@@ -223,9 +223,10 @@ class Monitor:
         """Return all that is known now."""
         with self._lock:
             flagged = sum(ood for _, ood in self._recent)
-            window = sum(self._blocks, self._open)
+            latest = list(accumulate([self._open, *reversed(self._blocks)]))
+            window, baseline = latest[-1], self._baseline()
             log_value = max(self._item_evidence.log_value, self._block_evidence.log_value)
-            layers, n_compared = self._compare()
+            layers, n_compared = self._compare(latest, baseline)
             return MonitorStatus(
                 n_seen=self._n_seen,
                 n_ood=self._n_ood,
@@ -243,7 +244,7 @@ class Monitor:
                 discrepancy=window.mean.abs().mean().item() if window.count else None,
                 layers=layers,
                 n_compared=n_compared,
-                compared_with=self._compared_with(),
+                compared_with=self._name_of(baseline),
             )
 
     def window_p_values(self) -> list[float]:
@@ -341,22 +342,24 @@ class Monitor:
         columns = vector_layers(self.detector._layers, self.detector.statistic)
         return Baseline.bare(columns, moments, len(self.detector.layers))
 
-    def _compared_with(self) -> str:
-        baseline = self._baseline()
+    def _name_of(self, baseline: Baseline | None) -> str:
         if baseline is None:
             return "the training data"
         if baseline.moments is self._learnt:
             return f"the first {self.window} items"
         return f"the {baseline.moments.count:,} held-out examples"
 
-    def _compare(self) -> tuple[tuple[LayerShift, ...], int]:
+    def _compare(self, latest: list[Moments], baseline: Baseline | None) -> tuple[tuple[LayerShift, ...], int]:
         """Return how far each layer has moved, the farthest first, and over how many of the latest items that was taken.
 
         A turn shows in the mean of the window only once much of the window has turned. So the latest block, the latest two
         and so on are looked at as well, and the part with the clearest move is taken, if there is a clear one.
+
+        Args:
+            latest: Moments of such parts, growing; the window last.
+            baseline: What to compare with; None for the training data.
         """
-        latest = list(accumulate([self._open, *reversed(self._blocks)]))
-        window, baseline = latest[-1], self._baseline()
+        window = latest[-1]
         if window.count < 2:
             return (), 0
         parts = [part for part in latest if part.count >= BLOCK] or [window]

@@ -44,7 +44,7 @@ def to_artefact(monitor: Monitor) -> Artefact:
     tensors["recent"] = torch.tensor(list(monitor._recent), dtype=torch.float64).reshape(-1, 2)
     header = {
         "kind": "monitor",
-        "detector": monitor.watches,
+        "detector": monitor._identity,
         "window": monitor.window,
         "false_alarm_rate": monitor.false_alarm_rate,
         "seed": monitor.seed,

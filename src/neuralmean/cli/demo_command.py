@@ -45,7 +45,6 @@ def demo(
     job.save_picture(result, picture)
     saved = job.save_detector(result, out)
     typer.echo(f"\nThe picture: {picture}\nThe report: {job.write_demo_report(result, out / 'report.html')}")
-    nmd = (
-        "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"
-    )  # `make demo` has it in a folder of its own
+    # `make demo` has the command in a folder of its own.
+    nmd = "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"
     typer.echo(f"The detector: {saved}. Try `{nmd} score {saved} {out / 'images'}`, or `{nmd} serve {saved}`.")

@@ -45,7 +45,8 @@ class ImageBatches:
 
     Every batch but the last has `batch_size` images, except that images of different sizes never share a batch where
     `preprocessing.size` is None. After a pass, or during it, `n_images` says how many images came out, `unreadable` and
-    `skipped` list what did not (at most the first 1,000; `n_unreadable` and `n_skipped` count them all).
+    `skipped` list what did not (at most the first 1,000; `n_unreadable` and `n_skipped` count them all), and `n_left_out`
+    how many `skip` did not want.
 
     Args:
         paths: Folders, files, globs, `.npz` and `.npy` files; see `find_inputs`.
@@ -123,7 +124,7 @@ class ImageBatches:
         return count_inputs(self._paths)
 
     def _reset(self) -> None:
-        self.n_images = self.n_unreadable = self.n_skipped = 0
+        self.n_images = self.n_unreadable = self.n_skipped = self.n_left_out = 0
         self.unreadable: list[Unreadable] = []
         self.skipped: list[str] = []
 
@@ -146,7 +147,7 @@ class ImageBatches:
         files: list[str] = []
         for source in find_inputs(self._paths):
             if source.kind == "image":
-                if self._skip is None or not self._skip(source.path):
+                if self._is_wanted(source.path):
                     files.append(source.path)
             elif source.kind == "skipped":
                 self._note_skipped(source.path)
@@ -172,12 +173,18 @@ class ImageBatches:
         for begin in range(0, n, limit):
             names = [row_name(path, row) for row in range(begin, min(begin + limit, n))]
             # Asked once for each name, in order: who skips may count along.
-            kept = [place for place, name in enumerate(names) if self._skip is None or not self._skip(name)]
+            kept = [place for place, name in enumerate(names) if self._is_wanted(name)]
             if len(kept) == len(names):
                 yield Task(tuple(names), path, begin), not as_it_is
                 continue
             for place in kept:
                 yield Task((names[place],), path, begin + place), not as_it_is
+
+    def _is_wanted(self, name: str) -> bool:
+        if self._skip is None or not self._skip(name):
+            return True
+        self.n_left_out += 1
+        return False
 
     def _note_unreadable(self, note: Unreadable) -> None:
         self.n_unreadable += 1

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuralmean import fitting
-from neuralmean.decision import sum_by_layer
 from neuralmean.detector import Detector
-from neuralmean.discrepancy import vector_layers
+from neuralmean.discrepancy import sum_by_layer, vector_layers
 from neuralmean.errors import InputError
 from neuralmean.moments import Moments
 from neuralmean.observer import Rows

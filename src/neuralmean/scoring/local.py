@@ -61,20 +61,12 @@ def score_images(
     skip: Callable[[str], bool] | None = None,
 ) -> Iterator[list[Row]]:
     """Yield the rows of the images that `paths` name, a batch at a time, in order."""
-    n_done = 0  # in an earlier run, as far as that is known
-
-    def is_done(name: str) -> bool:
-        nonlocal n_done
-        done = skip is not None and skip(name)
-        n_done += done
-        return done
-
     batches = CountedBatches(
-        paths, preprocessing, batch_size=batch_size, workers=workers, on_unreadable=on_unreadable, skip=is_done
+        paths, preprocessing, batch_size=batch_size, workers=workers, on_unreadable=on_unreadable, skip=skip
     )
     n_all = batches.count()
     for images, names in track(
-        batches, description="Scoring", total=lambda: n_all - n_done, size=lambda batch: len(batch.names)
+        batches, description="Scoring", total=lambda: n_all - batches.n_left_out, size=lambda batch: len(batch.names)
     ):
         decision = detector.predict(images, batch_size=batch_size)
         columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist()

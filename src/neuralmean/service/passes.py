@@ -12,9 +12,9 @@ from torch import Tensor
 
 from neuralmean.channels import main_tensor
 from neuralmean.data import to_batch
-from neuralmean.decision import Decision, Explanation, sum_by_layer
+from neuralmean.decision import Decision, Explanation
 from neuralmean.detector import Detector
-from neuralmean.discrepancy import vector_layers
+from neuralmean.discrepancy import sum_by_layer, vector_layers
 from neuralmean.errors import NotFittedError
 from neuralmean.fitting import contributions_of, score_rows
 from neuralmean.observer import Observer
