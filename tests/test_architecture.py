@@ -30,7 +30,7 @@ ROWS = [
         "memory",
         "table",
     ],
-    ["recording", "running", "fingerprint"],
+    ["recording", "running", "fingerprint", "packing"],
     ["recorder", "looking"],
     ["reference"],
     ["discrepancy"],

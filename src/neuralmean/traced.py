@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 from neuralmean.channels import main_tensor
 from neuralmean.data import Batch
@@ -21,11 +23,14 @@ from neuralmean.errors import InputError
 from neuralmean.layers import unwrap
 from neuralmean.looking import Looks, run_with_exits
 from neuralmean.observer import Observer, Rows
+from neuralmean.packing import can_pack, inputs_of_convolutions, pack
 from neuralmean.recorder import RecordingModule
 from neuralmean.recording import Exits
 from neuralmean.running import device_of, is_compiled
 
-_SIZES = (3, 2, 5)  # of the batches: one to trace with, two to compare with
+_SIZES = (3, 1, 2, 5)  # of the batches: one to trace with, the others to compare with
+_SEVERAL = 8  # inputs: what a graph for more than one is arranged for
+_ASK_FOR_SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
 
 
@@ -34,19 +39,21 @@ class TracedObserver(Observer):
 
     Args:
         observer: The observer of the model; its head has been looked for already.
-        graph: What `trace` made.
+        graphs: What `trace` made, for one input and for several; they may be the same.
         shape: Of one input.
         depths: How many of the first layers each exit in the graph looks at.
     """
 
-    def __init__(self, observer: Observer, graph: Any, shape: torch.Size, depths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, observer: Observer, graphs: tuple[Any, Any], shape: torch.Size, depths: Sequence[int] = ()
+    ) -> None:
         recorder = observer.recorder
         super().__init__(recorder.model, observer.layers, variance=recorder.variance, head=recorder.head)
-        self._graph, self._shape, self._depths = graph, shape, tuple(depths)
+        self._graphs, self._shape, self._depths = graphs, shape, tuple(depths)
 
     def around(self, observer: Observer) -> TracedObserver:
         """Return the same for another observer of the same model, or of one that shares its tensors."""
-        return TracedObserver(observer, self._graph, self._shape, self._depths)
+        return TracedObserver(observer, self._graphs, self._shape, self._depths)
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, Rows]:
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
@@ -55,11 +62,12 @@ class TracedObserver(Observer):
         fits = fits and (exits is None or tuple(exits.depths) == self._depths)
         if not fits or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
+        graph = self._graphs[len(x) != 1]
         with torch.no_grad():
             if exits is None:
-                output, rows = _read(self._graph(x))
+                output, rows = _read(graph(x))
             else:
-                output, rows = run_with_exits(exits, lambda: _read(self._graph(x)), lambda means: (None, Rows(means)))
+                output, rows = run_with_exits(exits, lambda: _read(graph(x)), lambda means: (None, Rows(means)))
         self._check_finite(rows.means, name)
         return output, rows
 
@@ -70,7 +78,8 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
     Args:
         observer: The observer of the model.
         example: Inputs, shape (N, ...); only the shape of one counts.
-        fold: Whether batch norms may be folded into the convolutions before them: faster, and the last digit may differ.
+        fold: Whether the last digits may differ from the model's, for the sake of speed: batch norms are folded into the
+            convolutions before them, and see `packing`.
         depths: Where the graph may be left: how many of the first layers each exit looks at.
 
     Raises:
@@ -89,25 +98,83 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
     try:
         with torch.no_grad():
             observer.observe(Batch((first,)))  # finds the head
-            graph = _make_graph(_Graph(observer, fold=fold, depths=depths), first, fold=fold)
-            traced = TracedObserver(observer, graph, example.shape[1:], depths)
-            for x in others:
-                _compare(observer.observe(Batch((x,))), traced.observe(Batch((x,))))
+            script = _make_script(_Graph(observer, fold=fold, depths=depths), first)
+            # A model may write to its input.
+            expected = [(x, observer.observe(Batch((x.clone(),)))) for x in others]
+
+            def attempt(*, packed: bool) -> TracedObserver:
+                graphs = _freeze_packed(script, len(first)) if packed else (_freeze(script, fold=fold),) * 2
+                traced = TracedObserver(observer, graphs, example.shape[1:], depths)
+                for x, found in expected:
+                    _compare(found, traced.observe(Batch((x.clone(),))))
+                return traced
+
+            if fold and can_pack():
+                with suppress(Exception):  # a model that counts on how its activations lie in memory
+                    return attempt(packed=True)
+            return attempt(packed=False)
     except Exception as error:  # whatever a model or torch has against it
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
         raise InputError(f"{wanted}, but it is not: {reason}. It runs layer by layer as it is.") from error
-    return traced
 
 
-def _make_graph(module: _Graph, x: Tensor, *, fold: bool) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        traced = torch.jit.trace(module, (x,), check_trace=False)  # type: ignore[no-untyped-call]
-        graph = torch.jit.freeze(traced, optimize_numerics=fold)
-    doubts = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
-    if doubts:  # something depends on a value or a shape
-        raise InputError(doubts[0])
-    return graph
+def _make_script(module: _Graph, x: Tensor) -> Any:
+    """Return a module, traced.
+
+    Raises:
+        InputError: What the module does depends on values, or on the number of inputs.
+    """
+    doubts: list[str] = []
+    for shapes in (nullcontext(), _KnownShapes()):
+        with warnings.catch_warnings(record=True) as caught, shapes:
+            warnings.simplefilter("always")
+            script = torch.jit.trace(module, (x,), check_trace=False)  # type: ignore[no-untyped-call]
+        found = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
+        if not found:
+            return script
+        doubts += found
+    raise InputError(doubts[0])
+
+
+class _KnownShapes(TorchFunctionMode):
+    """Has a model that is traced see shapes as they are, but for the first dimension, which counts the inputs.
+
+    To a tracer the size of an image is something to be computed, and a model that asks whether it is the right one raises a
+    doubt. But a graph is only for inputs of one size.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, or answer in its place."""
+        result = func(*args, **(kwargs or {}))
+        if func in _ASK_FOR_SHAPES:
+            tracing = torch._C._get_tracing_state()
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+            try:
+                known = args[0].shape
+            finally:
+                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+            if isinstance(result, tuple):
+                return torch.Size([*result[:1], *known[1:]])
+            dim = (args[1] if len(args) > 1 else (kwargs or {})["dim"]) % len(known)
+            return known[dim] if dim else result
+        return result
+
+
+def _freeze(script: Any, *, fold: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.freeze(script, optimize_numerics=fold)
+
+
+def _freeze_packed(script: Any, n_traced: int) -> tuple[Any, Any]:
+    """Return a graph for one input and one for several, of a module that was traced with `n_traced`."""
+    seen = inputs_of_convolutions(script.inlined_graph)
+    one, several = _freeze(script, fold=True), _freeze(script, fold=True)
+    for graph, size in ((one, 1), (several, _SEVERAL)):
+        pack(graph.graph, [shape and [shape[0] * size // n_traced, *shape[1:]] for shape in seen])
+    return one, several
 
 
 class _Graph(nn.Module):
@@ -137,6 +204,8 @@ class _Graph(nn.Module):
         main = main_tensor(output)
         if main is None:
             raise InputError("its output holds no tensor")
+        if main.dim() == 4 and main.is_contiguous():
+            main = main.contiguous()  # in the graph, too, whose activations may lie in another order
         variances, feature, logits = (x.new_zeros(0) if tensor is None else tensor for tensor in optional)
         looks = () if self._looks is None else self._looks.made
         return (main, means, variances, logits, feature, *looks)

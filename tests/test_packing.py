@@ -1,0 +1,274 @@
+"""A frozen graph is arranged for the processor, and says what the model says."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from neuralmean import Detector
+from neuralmean.data import to_batch
+from neuralmean.layers import select_layers
+from neuralmean.observer import Observer
+from neuralmean.packing import can_pack, pack
+from neuralmean.traced import trace
+
+SHAPE = (3, 12, 12)
+pytestmark = pytest.mark.skipif(not can_pack(), reason="torch was built without oneDNN")
+
+
+def images(count, seed=5):
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """Two convolutions with norms, and whatever `between` does with what they make."""
+
+    def __init__(self, between=None, **convolution):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, **{"padding": 1, **convolution})
+        self.other_norm = nn.BatchNorm2d(8)
+        self.between = between or F.relu
+        for norm in (self.norm, self.other_norm):
+            nn.init.uniform_(norm.running_mean)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+
+    def forward(self, x):
+        return self.other_norm(self.second(self.between(self.norm(self.first(x)))))
+
+
+def kinds(traced):
+    return [node.kind() for node in traced._graphs[0].graph.nodes()]
+
+
+def freeze(model):
+    """Return a frozen observer of a model, after having compared it with the model for one image and for several."""
+    observer = Observer(model.eval(), select_layers(model), variance=False, head=None)
+    traced = trace(observer, images(1), fold=True)
+    with torch.no_grad():
+        for count in (1, 4, 11):
+            x = images(count)
+            output, rows = observer.observe(to_batch(x))
+            for _ in range(2):  # a graph that writes to what it needs again is right once
+                found, own = traced.observe(to_batch(x))
+                torch.testing.assert_close(found, output, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(own.means, rows.means, rtol=1e-4, atol=1e-5)
+            assert torch.equal(x, images(count))
+    return traced
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"stride": 2},
+        {"dilation": 2},
+        {"groups": 4},
+        {"groups": 8},
+        {"bias": False},
+        {"kernel_size": 1, "padding": 0},
+    ],
+    ids=str,
+)
+def test_convolutions_have_their_weights_laid_out_once(how):
+    size = how.pop("kernel_size", 3)
+    model = Net()
+    model.second = nn.Conv2d(8, 8, size, **{"padding": 1, **how})
+    found = kinds(freeze(model))
+    assert found.count("mkldnn::_convolution_pointwise") == 2
+    assert "aten::_convolution" not in found
+    assert "aten::batch_norm" not in found
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(8, 8, 3, padding="same"), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding_mode="reflect")],
+    ids=["same", "transposed", "reflect"],
+)
+def test_other_convolutions_are_right_as_well(layer):
+    model = Net()
+    model.second = layer
+    assert "mkldnn::_convolution_pointwise" in kinds(freeze(model))
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        return x + self.inner(x.mean((2, 3), keepdim=True))
+
+
+def test_a_convolution_of_single_positions_is_left_to_torch():
+    found = kinds(freeze(Net(Gate())))
+    assert found.count("aten::_convolution") == 1
+    assert found.count("mkldnn::_convolution_pointwise") == 2
+
+
+def test_one_layer_that_runs_twice_is_packed_twice():
+    model = Net()
+    model.between = lambda x: model.second(F.relu(model.second(x)))
+    observer = Observer(model.eval(), select_layers(model, ["norm"]), variance=False, head=None)
+    traced = trace(observer, images(1), fold=True)
+    assert kinds(traced).count("mkldnn::_convolution_pointwise") == 4
+    with torch.no_grad():
+        torch.testing.assert_close(traced.observe(to_batch(images(4)))[0], model(images(4)), rtol=1e-4, atol=1e-5)
+
+
+class Tokens(nn.Module):
+    """Linear layers, small and large, with a GELU."""
+
+    def __init__(self, activation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down, self.head = nn.Linear(256, 512), nn.Linear(512, 256, bias=False), nn.Linear(256, 4)
+        self.places = nn.Parameter(torch.randn(1, 6, 256))
+        self.activation = activation
+
+    def forward(self, x):
+        x = x.flatten(1)[:, :256].unsqueeze(1) + self.places
+        x = x + self.down(self.activation(self.up(self.norm(x))))
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize(
+    ("activation", "left"),
+    [
+        (nn.GELU(), 0),
+        (nn.GELU(approximate="tanh"), 0),
+        (nn.ReLU(), 0),
+        (nn.ReLU(inplace=True), 0),
+        (nn.SiLU(), 1),
+    ],
+    ids=str,
+)
+def test_large_linear_layers_go_to_onednn_with_what_follows_them(activation, left):
+    found = kinds(freeze(Tokens(activation)))
+    assert found.count("mkldnn::_linear_pointwise") == 2
+    assert found.count("aten::linear") == 1  # the head is small
+    assert sum(found.count(f"aten::{name}") for name in ("gelu", "relu", "relu_", "silu")) == left
+
+
+# In place or not: what is looked at again must stay as it was.
+
+
+def _keeps_both(x):
+    return F.relu(x) * 2 + x
+
+
+def _twice(x):
+    return x + x
+
+
+def _scaled(x):
+    return torch.add(F.relu(x), x.square(), alpha=3)
+
+
+def _scaled_second(x):
+    return torch.add(x.square(), F.relu(x), alpha=3)
+
+
+def _through_a_view(x):
+    seen = x[:, :, ::2]
+    return F.relu(x) + seen.mean()
+
+
+def _larger_than_itself(x):
+    return F.relu(x.mean((2, 3), keepdim=True)) + x
+
+
+def _in_place_already(x):
+    y = F.relu_(x)
+    return F.relu(y + 1) + x
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        _keeps_both,
+        _twice,
+        _scaled,
+        _scaled_second,
+        _through_a_view,
+        _larger_than_itself,
+        _in_place_already,
+        torch.neg,
+        lambda x: x,
+    ],
+)
+def test_nothing_is_overwritten_that_is_needed_again(between):
+    freeze(Net(between))
+
+
+def test_a_relu_and_a_sum_write_where_their_input_lies():
+    found = kinds(freeze(Net(lambda x: F.relu(x) + x.square())))
+    assert found.count("aten::relu_") == 0  # `square` looks at it later
+    found = kinds(freeze(Net()))
+    assert found.count("aten::relu_") == 1
+    found = kinds(freeze(Net(lambda x: F.relu(F.relu(x) + 1 + F.avg_pool2d(x, 1)))))
+    assert found.count("aten::add_") == 2
+    assert found.count("aten::add") == 1  # behind the means
+
+
+def test_an_image_as_output_lies_in_memory_as_the_model_has_it():
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        model = Net().to(memory_format=memory_format)
+        x = images(3).to(memory_format=memory_format)
+        detector = Detector(model, scorer="average").calibrate(images(20)).freeze(x)
+        assert detector(x)[0].is_contiguous(memory_format=memory_format)
+        with torch.no_grad():
+            assert model.eval()(x).stride() == detector(x)[0].stride()
+
+
+class CountsOnOrder(Net):
+    def forward(self, x):
+        return super().forward(x).view(-1, 8 * 12 * 12)
+
+
+def test_a_model_that_counts_on_the_order_in_memory_is_frozen_without_another_order():
+    found = kinds(freeze(CountsOnOrder()))
+    assert "mkldnn::_convolution_pointwise" not in found
+    assert "aten::_convolution" in found
+
+
+def test_shapes_that_do_not_belong_to_the_graph_leave_its_convolutions_alone():
+    with torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would have us use something else
+            script = torch.jit.freeze(torch.jit.trace(Net().eval(), images(1), check_trace=False))
+        pack(script.graph, [[1, 3, 12, 12]])
+        assert len(script.graph.findAllNodes("aten::_convolution")) == 2
+        torch.testing.assert_close(script(images(2)), Net().eval()(images(2)), rtol=1e-4, atol=1e-5)
+
+
+class AsksForSize(Net):
+    """As timm's transformers do: a tracer takes the question for one about data."""
+
+    def forward(self, x):
+        count, _, height, width = x.shape
+        if height != 12 or x.size(-1) != width or x.size(dim=2) != 12:
+            raise ValueError("another size")
+        return super().forward(x).reshape(count, 8, height * width).mean(2)
+
+
+class AsksForCount(Net):
+    def forward(self, x):
+        return super().forward(x) if x.size(0) < 4 else -super().forward(x)
+
+
+def test_a_model_that_asks_for_the_size_of_its_images_is_frozen():
+    assert "mkldnn::_convolution_pointwise" in kinds(freeze(AsksForSize()))
+
+
+def test_a_model_that_asks_how_many_images_there_are_is_not():
+    detector = Detector(AsksForCount(), scorer="average").calibrate(images(20))
+    with pytest.raises(ValueError, match="Converting a tensor to a Python boolean"):
+        detector.freeze(images(1))
