@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from neuralmean.data import to_batch
 from neuralmean.layers import select_layers
 from neuralmean.recorder import Recorder
-from neuralmean.recorder.joined import SplitMeans
+from neuralmean.recorder.arranging import Arrange
+from neuralmean.recorder.joined import split_means
 
 ATEN = torch.ops.aten
 
@@ -24,7 +25,7 @@ def means_read(graph):
 def split(function, *inputs):
     """Return the graph of a function before and after."""
     before, after = make_fx(function)(*inputs), make_fx(function)(*inputs)
-    SplitMeans()(after.graph)
+    split_means(after.graph)
     after.graph.lint()
     after.recompile()
     return before, after
@@ -97,12 +98,10 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_compiled_dense_network_gives_the_same_means(is_early, monkeypatch):
     if is_early:  # a torch whose compiler takes no passes of this kind
-        monkeypatch.setitem(sys.modules, "neuralmean.recorder.joined", None)
-    split, read = SplitMeans.__call__, []
-    monkeypatch.setattr(
-        SplitMeans, "__call__", lambda self, graph: (split(self, graph), read.extend(means_read(graph)))
-    )
-    monkeypatch.setattr(SplitMeans, "uuid", lambda self: None)  # not from the cache, where nothing is split any more
+        monkeypatch.setitem(sys.modules, "neuralmean.recorder.arranging", None)
+    arrange, read = Arrange.__call__, []
+    monkeypatch.setattr(Arrange, "__call__", lambda self, graph: (arrange(self, graph), read.extend(means_read(graph))))
+    monkeypatch.setattr(Arrange, "uuid", lambda self: None)  # not from the cache, where nothing is split any more
     model, x = Dense().eval(), torch.randn(4, 3, 8, 8)
     compiled = torch.compile(model)
     with torch.no_grad():

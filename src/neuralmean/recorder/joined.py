@@ -10,32 +10,24 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 _aten = torch.ops.aten
 
 
-class SplitMeans(CustomGraphPass):
-    """Takes the means of what is side by side in a graph one by one."""
-
-    def __call__(self, graph: Graph) -> None:
-        """Replace the means over positions of tensors that are side by side, in place."""
-        known: dict[tuple[Node, str], Node] = {}
-        for mean in graph.find_nodes(op="call_function", target=_aten.mean.dim):
-            whole = cast(Node, mean.args[0])
-            if not _is_over_positions(mean):
-                continue
-            if not _parts(whole):
-                known.setdefault((whole, _how(mean)), mean)
-                continue
-            with graph.inserting_before(mean):
-                mean.replace_all_uses_with(_split(graph, whole, mean, known))
-            graph.erase_node(mean)
-
-    def uuid(self) -> Any:
-        """Name this version of the code, for the compiler's cache."""
-        return get_hash_for_files((__file__,))
+def split_means(graph: Graph) -> None:
+    """Take the means over positions of tensors that are side by side one by one, in place."""
+    known: dict[tuple[Node, str], Node] = {}
+    for mean in graph.find_nodes(op="call_function", target=_aten.mean.dim):
+        whole = cast(Node, mean.args[0])
+        if not _is_over_positions(mean):
+            continue
+        if not _parts(whole):
+            known.setdefault((whole, _how(mean)), mean)
+            continue
+        with graph.inserting_before(mean):
+            mean.replace_all_uses_with(_split(graph, whole, mean, known))
+        graph.erase_node(mean)
 
 
 def _split(graph: Graph, tensor: Node, mean: Node, known: dict[tuple[Node, str], Node]) -> Node:

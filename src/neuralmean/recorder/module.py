@@ -101,9 +101,9 @@ def _options() -> dict[str, Any]:
     """Return what the compiler is asked for, as far as this torch has it: cheaper means, and fewer questions per call."""
     options: dict[str, Any] = {}
     with suppress(ImportError):  # an early torch; means are taken one by one
-        from neuralmean.recorder.joined import SplitMeans  # loads the compiler, which few need
+        from neuralmean.recorder.arranging import Arrange  # loads the compiler, which few need
 
-        options["post_grad_custom_pre_pass"] = SplitMeans()
+        options["post_grad_custom_pre_pass"] = Arrange()
     if hasattr(torch.compiler, "skip_guard_on_inbuilt_nn_modules_unsafe"):
         options["guard_filter_fn"] = _is_worth_asking
     return options
