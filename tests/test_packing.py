@@ -44,7 +44,10 @@ class Net(nn.Module):
 
 
 def kinds(traced):
-    return [node.kind() for node in traced._graphs[0].graph.nodes()]
+    """Return what operations the graph for one input has, or the only graph."""
+    made = getattr(traced._graph, "_made", None)
+    graph = traced._graph if made is None else made[True, torch.get_num_threads()]
+    return [node.kind() for node in graph.graph.nodes()]
 
 
 def freeze(model):
@@ -247,6 +250,29 @@ def test_shapes_that_do_not_belong_to_the_graph_leave_its_convolutions_alone():
         pack(script.graph, [[1, 3, 12, 12]])
         assert len(script.graph.findAllNodes("aten::_convolution")) == 2
         torch.testing.assert_close(script(images(2)), Net().eval()(images(2)), rtol=1e-4, atol=1e-5)
+
+
+def test_there_is_a_graph_for_one_image_and_one_for_several_and_others_for_other_threads():
+    traced, threads = freeze(Net()), torch.get_num_threads()
+    assert set(traced._graph._made) == {(True, threads), (False, threads)}
+    expected = traced.observe(to_batch(images(1)))[1].means
+    try:
+        torch.set_num_threads(threads + 1)
+        found = traced.observe(to_batch(images(1)))[1].means
+    finally:
+        torch.set_num_threads(threads)
+    assert set(traced._graph._made) == {(True, threads), (False, threads), (True, threads + 1)}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_who_has_switched_the_kernels_off_does_not_get_them():
+    torch._C._set_mkldnn_enabled(False)  # as `torch.backends.mkldnn.flags` does, with a warning about GPUs
+    try:
+        assert not can_pack()
+        found = kinds(freeze(Net()))
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert not any("mkldnn" in kind.lower() for kind in found)
 
 
 class AsksForSize(Net):

@@ -34,8 +34,8 @@ _APART = {
 
 
 def can_pack() -> bool:
-    """Whether torch was built with the kernels."""
-    return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return,no-untyped-call]
+    """Whether torch was built with the kernels, and may use them."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()  # type: ignore[no-untyped-call]
 
 
 def inputs_of_convolutions(graph: Any) -> list[list[int] | None]:

@@ -8,9 +8,9 @@ raised no doubt (nothing depends on the values or shapes of a tensor) and if the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from neuralmean.recorder import RecordingModule
 from neuralmean.recording import Exits
 from neuralmean.running import device_of, is_compiled
 
+Graph = Callable[[Tensor], tuple[Tensor, ...]]
+
 _SIZES = (3, 1, 2, 5)  # of the batches: one to trace with, the others to compare with
 _SEVERAL = 8  # inputs: what a graph for more than one is arranged for
 _ASK_FOR_SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
@@ -39,21 +41,19 @@ class TracedObserver(Observer):
 
     Args:
         observer: The observer of the model; its head has been looked for already.
-        graphs: What `trace` made, for one input and for several; they may be the same.
+        graph: What `trace` made.
         shape: Of one input.
         depths: How many of the first layers each exit in the graph looks at.
     """
 
-    def __init__(
-        self, observer: Observer, graphs: tuple[Any, Any], shape: torch.Size, depths: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, observer: Observer, graph: Graph, shape: torch.Size, depths: Sequence[int] = ()) -> None:
         recorder = observer.recorder
         super().__init__(recorder.model, observer.layers, variance=recorder.variance, head=recorder.head)
-        self._graphs, self._shape, self._depths = graphs, shape, tuple(depths)
+        self._graph, self._shape, self._depths = graph, shape, tuple(depths)
 
     def around(self, observer: Observer) -> TracedObserver:
         """Return the same for another observer of the same model, or of one that shares its tensors."""
-        return TracedObserver(observer, self._graphs, self._shape, self._depths)
+        return TracedObserver(observer, self._graph, self._shape, self._depths)
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, Rows]:
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
@@ -62,12 +62,11 @@ class TracedObserver(Observer):
         fits = fits and (exits is None or tuple(exits.depths) == self._depths)
         if not fits or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
-        graph = self._graphs[len(x) != 1]
         with torch.no_grad():
             if exits is None:
-                output, rows = _read(graph(x))
+                output, rows = _read(self._graph(x))
             else:
-                output, rows = run_with_exits(exits, lambda: _read(graph(x)), lambda means: (None, Rows(means)))
+                output, rows = run_with_exits(exits, lambda: _read(self._graph(x)), lambda means: (None, Rows(means)))
         self._check_finite(rows.means, name)
         return output, rows
 
@@ -103,8 +102,8 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
             expected = [(x, observer.observe(Batch((x.clone(),)))) for x in others]
 
             def attempt(*, packed: bool) -> TracedObserver:
-                graphs = _freeze_packed(script, len(first)) if packed else (_freeze(script, fold=fold),) * 2
-                traced = TracedObserver(observer, graphs, example.shape[1:], depths)
+                graph = _PackedGraphs(script, len(first)) if packed else _freeze(script, fold=fold)
+                traced = TracedObserver(observer, graph, example.shape[1:], depths)
                 for x, found in expected:
                     _compare(found, traced.observe(Batch((x.clone(),))))
                 return traced
@@ -168,13 +167,29 @@ def _freeze(script: Any, *, fold: bool) -> Any:
         return torch.jit.freeze(script, optimize_numerics=fold)
 
 
-def _freeze_packed(script: Any, n_traced: int) -> tuple[Any, Any]:
-    """Return a graph for one input and one for several, of a module that was traced with `n_traced`."""
-    seen = inputs_of_convolutions(script.inlined_graph)
-    one, several = _freeze(script, fold=True), _freeze(script, fold=True)
-    for graph, size in ((one, 1), (several, _SEVERAL)):
-        pack(graph.graph, [shape and [shape[0] * size // n_traced, *shape[1:]] for shape in seen])
-    return one, several
+class _PackedGraphs:
+    """Graphs of a module that was traced with `n_traced` inputs, each made when it is first needed.
+
+    How weights should lie depends on whether there is one input or several, and on the number of threads. The wrong way may take
+    longer than the model itself.
+    """
+
+    def __init__(self, script: Any, n_traced: int) -> None:
+        self._script, self._n_traced = script, n_traced
+        self._shapes = inputs_of_convolutions(script.inlined_graph)
+        self._made: dict[tuple[bool, int], Any] = {}
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        key = len(x) == 1, torch.get_num_threads()
+        graph = self._made.get(key)
+        if graph is None:
+            graph = self._made[key] = self._make(1 if len(x) == 1 else _SEVERAL)
+        return cast(tuple[Tensor, ...], graph(x))
+
+    def _make(self, size: int) -> Any:
+        graph = _freeze(self._script, fold=True)
+        pack(graph.graph, [shape and [shape[0] * size // self._n_traced, *shape[1:]] for shape in self._shapes])
+        return graph
 
 
 class _Graph(nn.Module):
