@@ -9,7 +9,7 @@ from neuralmean.layers import Layer, select_layers
 from neuralmean.observer import Observer
 from neuralmean.recorder import Recorder, RecordingModule
 from neuralmean.recorder.behind import read_behind
-from neuralmean.traced import _Graph, _make_graph
+from neuralmean.traced import _freeze, _Graph, _make_script
 
 
 def set_up(norm, seed=0):
@@ -96,5 +96,5 @@ def test_variances_are_read_before():
 def test_a_frozen_graph_has_no_batch_norm_left():
     model, x = network(), torch.randn(2, 3, 8, 8)
     observer = Observer(model, select_layers(model), variance=False, head=None)
-    graph = _make_graph(_Graph(observer, fold=True, depths=()), x, fold=True)
+    graph = _freeze(_make_script(_Graph(observer, fold=True, depths=()), x), fold=True)
     assert not [node for node in graph.graph.nodes() if "batch_norm" in node.kind()]
