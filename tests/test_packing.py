@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -147,8 +148,8 @@ class Tokens(nn.Module):
     [
         (nn.GELU(), 0),
         (nn.GELU(approximate="tanh"), 0),
-        (nn.ReLU(), 0),
-        (nn.ReLU(inplace=True), 0),
+        (nn.ReLU(), 1),
+        (nn.ReLU(inplace=True), 1),
         (nn.SiLU(), 1),
     ],
     ids=str,
@@ -208,7 +209,23 @@ def _in_place_already(x):
     ],
 )
 def test_nothing_is_overwritten_that_is_needed_again(between):
-    freeze(Net(between))
+    assert "mkldnn::_convolution_pointwise" in kinds(freeze(Net(between)))
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.relu_, F.gelu], ids=["relu", "relu_", "gelu"])
+def test_nan_is_seen_behind_an_activation(activation):
+    model = Net(activation).eval()
+    model.norm = nn.Identity()  # nothing between the convolution and the activation
+    x = images(4)
+    x[2] = torch.nan
+    detector = Detector(model, layers="other_norm", scorer="average").calibrate(images(20)).freeze(images(1))
+    assert "mkldnn::_convolution_pointwise" in kinds(detector._observer)
+    with pytest.raises(ValueError, match=r"1 of 4 inputs in `x` \(rows \[2\]\)"):
+        detector(x)
+    tokens = Tokens(activation).eval()
+    with torch.no_grad():
+        graph = trace(Observer(tokens, select_layers(tokens), variance=False, head=None), images(1), fold=True)._graph
+        assert graph(x)[0].isnan().any(1).tolist() == [False, False, True, False]
 
 
 def test_a_relu_and_a_sum_write_where_their_input_lies():
@@ -229,6 +246,14 @@ def test_an_image_as_output_lies_in_memory_as_the_model_has_it():
         assert detector(x)[0].is_contiguous(memory_format=memory_format)
         with torch.no_grad():
             assert model.eval()(x).stride() == detector(x)[0].stride()
+
+
+def test_an_output_without_positions_lies_in_memory_as_the_model_has_it():
+    model = nn.Sequential(Net(), nn.Flatten(2)).eval()
+    x = images(3)
+    detector = Detector(model, scorer="average").calibrate(images(20)).freeze(x)
+    with torch.no_grad():
+        assert detector(x)[0].stride() == model(x).stride()
 
 
 class CountsOnOrder(Net):
@@ -265,6 +290,49 @@ def test_there_is_a_graph_for_one_image_and_one_for_several_and_others_for_other
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_graph_that_several_threads_need_is_made_once_and_leaves_no_filter_of_warnings(monkeypatch):
+    traced, threads, filters = freeze(Net()), torch.get_num_threads(), list(warnings.filters)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 7)
+    made, make = [], type(traced._graph)._make
+    monkeypatch.setattr(type(traced._graph), "_make", lambda self, size: made.append(size) or make(self, size))
+    start = threading.Barrier(4)
+
+    def run():
+        start.wait(10)
+        traced.observe(to_batch(images(1)))
+
+    tasks = [threading.Thread(target=run) for _ in range(4)]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join()
+    assert made == [1]
+    assert warnings.filters == filters
+
+
+def test_under_autocast_the_model_runs_as_ever():
+    model = Tokens(F.silu).eval()
+    traced = trace(Observer(model, select_layers(model), variance=False, head=None), images(1), fold=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(traced.observe(to_batch(images(2)))[0], model(images(2)))
+
+
+class SqueezesTooMuch(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.last(super().forward(x).mean((2, 3), keepdim=True).squeeze())
+
+
+def test_a_model_that_cannot_take_a_single_image_is_frozen_for_several():
+    model = SqueezesTooMuch().eval()
+    traced = trace(Observer(model, select_layers(model), variance=False, head=None), images(2), fold=True)
+    with torch.no_grad():
+        torch.testing.assert_close(traced.observe(to_batch(images(4)))[0], model(images(4)), rtol=1e-4, atol=1e-5)
+
+
 def test_who_has_switched_the_kernels_off_does_not_get_them():
     torch._C._set_mkldnn_enabled(False)  # as `torch.backends.mkldnn.flags` does, with a warning about GPUs
     try:
@@ -294,7 +362,16 @@ def test_a_model_that_asks_for_the_size_of_its_images_is_frozen():
     assert "mkldnn::_convolution_pointwise" in kinds(freeze(AsksForSize()))
 
 
-def test_a_model_that_asks_how_many_images_there_are_is_not():
-    detector = Detector(AsksForCount(), scorer="average").calibrate(images(20))
+class AsksForCountElsewhere(Net):
+    """Has the images in the second dimension, as some transformers do."""
+
+    def forward(self, x):
+        x = super().forward(x).flatten(2).permute(2, 0, 1)
+        return x.mean(0) / max(x.shape[1], 6)
+
+
+@pytest.mark.parametrize("kind", [AsksForCount, AsksForCountElsewhere])
+def test_a_model_that_asks_how_many_images_there_are_is_not(kind):
+    detector = Detector(kind(), scorer="average").calibrate(images(20))
     with pytest.raises(ValueError, match="Converting a tensor to a Python boolean"):
         detector.freeze(images(1))

@@ -2,14 +2,14 @@
 
 oneDNN, which torch calls for convolutions, wants weights in blocks. They might change, so torch lays them out anew in every pass:
 for one image that takes up to half of the time. In a frozen graph weights are constants, and are laid out once. Linear layers go
-to oneDNN too. A ReLU or GELU that alone follows such a layer is part of its kernel, and where a sum or a ReLU is the last to look
-at its input, it is written in its place. Results are the same but for their last digits.
+to oneDNN too. A GELU that alone follows a linear layer is part of its kernel (a ReLU is not: oneDNN's makes 0 of NaN, which must
+be seen), and where a sum or a ReLU is the last to look at its input, it is written in its place. Results are the same but for
+their last digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 # What torch calls these has no types that would help: a graph, its nodes and its values are `Any` here.
 _CONVOLUTION, _LINEAR = "mkldnn::_convolution_pointwise", "mkldnn::_linear_pointwise"
 _WORTH_IT = 1 << 15  # weights of a linear layer; with fewer, calling oneDNN takes longer than the product
-_FOLLOWERS = {"aten::relu": "relu", "aten::relu_": "relu", "aten::gelu": "gelu"}  # and what the kernels call them
 # Operations whose result shares no memory with anything: what they make may be written to, and what they read is not kept.
 _APART = {
     _CONVOLUTION,
@@ -43,13 +42,14 @@ def inputs_of_convolutions(graph: Any) -> list[list[int] | None]:
     return [node.inputsAt(0).type().sizes() for node in graph.findAllNodes("aten::_convolution")]
 
 
-def pack(graph: Any, shapes: Sequence[Sequence[int] | None]) -> None:
-    """Arrange a frozen graph, in place.
+def pack(graph: Any, shapes: Sequence[Sequence[int] | None], *, in_place: bool = True) -> None:
+    """Arrange a frozen graph; the graph itself is changed.
 
     Args:
         graph: A `torch._C.Graph` without control flow, in float32, which will run without gradients.
         shapes: Of what each convolution will look at. The blocks depend on it, and those for one row may be very slow with
             several, and the other way round: for these there should be a graph each.
+        in_place: Whether results may be written over inputs. A sum whose first input is the smaller one then fails.
     """
     convolutions = graph.findAllNodes("aten::_convolution")
     if len(convolutions) == len(shapes):  # none was taken out when the graph was frozen
@@ -58,7 +58,8 @@ def pack(graph: Any, shapes: Sequence[Sequence[int] | None]) -> None:
                 _pack_convolution(graph, node, shape)
     for node in graph.findAllNodes("aten::linear"):
         _pack_linear(graph, node)
-    _write_in_place(graph)
+    if in_place:
+        _write_in_place(graph)
     torch._C._jit_pass_dce(graph)  # the weights as they were
 
 
@@ -70,45 +71,51 @@ def _pack_convolution(graph: Any, node: Any, shape: Sequence[int]) -> None:
         return
     values = [value.toIValue() for value in (padding, stride, dilation, groups)]
     packed = torch.ops.mkldnn._reorder_convolution_weight(known, *values, shape)
-    _replace(graph, node, _CONVOLUTION, x, packed, [bias, padding, stride, dilation, groups])
+    _replace(graph, node, _CONVOLUTION, [x, packed, bias, padding, stride, dilation, groups, "none"])
 
 
 def _pack_linear(graph: Any, node: Any) -> None:
     x, weight, bias = node.inputs()
     known = weight.toIValue()
-    if known is not None and known.dtype is torch.float32 and known.numel() >= _WORTH_IT:
-        _replace(graph, node, _LINEAR, x, torch.ops.mkldnn._reorder_linear_weight(known), [bias])
+    if known is None or known.dtype is not torch.float32 or known.numel() < _WORTH_IT:
+        return
+    packed, users = torch.ops.mkldnn._reorder_linear_weight(known), [use.user for use in node.output().uses()]
+    if len(users) == 1 and users[0].kind() == "aten::gelu":
+        gelu = users[0]
+        approximation = list(gelu.inputs())[1].toIValue()
+        gelu.output().replaceAllUsesWith(node.output())
+        gelu.destroy()
+        _replace(graph, node, _LINEAR, [x, packed, bias, "gelu"], approximation)
+    else:
+        _replace(graph, node, _LINEAR, [x, packed, bias, "none"])
 
 
-def _replace(graph: Any, node: Any, kind: str, x: Any, packed: Tensor, others: list[Any]) -> None:
-    """Put a layer with packed weights where `node` is, and whatever alone follows it, if the kernel can do that too."""
-    uses = [use.user for use in node.output().uses()]
-    last = uses[0] if len(uses) == 1 and uses[0].kind() in _FOLLOWERS else node
-    name, algorithm = _FOLLOWERS.get(last.kind(), "none"), ""
-    if name == "gelu":
-        algorithm = list(last.inputs())[1].toIValue()
+def _replace(graph: Any, node: Any, kind: str, inputs: list[Any], algorithm: str = "") -> None:
+    """Put an operation of oneDNN's where `node` is; of its inputs, tensors and strings are constants."""
     graph.setInsertPoint(node)
-    put = partial(_put, graph, node)
-    weight = put("prim::ConstantMKLDNNTensor", [], lambda made: made.t_("value", packed))
-    no_numbers = put("prim::ListConstruct", [], _of_numbers)
-    text = [graph.insertConstant(name), no_numbers, graph.insertConstant(algorithm)]
-    last.output().replaceAllUsesWith(put(kind, [x, weight, *others, *text]))
-    if last is not node:
-        last.destroy()
-    node.destroy()
+    numbers = graph.create("prim::ListConstruct", [], 1)  # none, for what follows in the kernel
+    numbers.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+    numbers.insertBefore(node)
+    values = [_constant(graph, node, one) for one in inputs]
+    _put(graph, node, kind, [*values, numbers.output(), graph.insertConstant(algorithm)])
 
 
-def _put(graph: Any, before: Any, kind: str, inputs: list[Any], finish: Callable[[Any], object] | None = None) -> Any:
-    """Put an operation before another one, and return its result."""
+def _constant(graph: Any, node: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        made = graph.create("prim::ConstantMKLDNNTensor", [], 1)
+        made.t_("value", value)
+        made.insertBefore(node)
+        return made.output()
+    return graph.insertConstant(value) if isinstance(value, str) else value
+
+
+def _put(graph: Any, node: Any, kind: str, inputs: list[Any]) -> str:
+    """Put an operation where `node` is, and return what its result is called."""
     made = graph.create(kind, inputs, 1)
-    if finish is not None:
-        finish(made)
-    made.insertBefore(before)
-    return made.output()
-
-
-def _of_numbers(empty_list: Any) -> None:
-    empty_list.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
+    made.insertBefore(node)
+    node.output().replaceAllUsesWith(made.output())
+    node.destroy()
+    return str(made.output().debugName())
 
 
 def _write_in_place(graph: Any) -> None:
@@ -124,16 +131,8 @@ def _write_in_place(graph: Any) -> None:
         return value.debugName() in free and max(places) == index and places.count(index) == 1
 
     for index, node in enumerate(nodes):
-        inputs = list(node.inputs())
-        if node.kind() == "aten::relu" and is_over(inputs[0], index):
-            made = _put(graph, node, "aten::relu_", inputs)
-        elif node.kind() == "aten::add" and is_over(inputs[0], index):
-            made = _put(graph, node, "aten::add_", inputs)
-        elif node.kind() == "aten::add" and is_over(inputs[1], index) and inputs[2].toIValue() == 1:
-            made = _put(graph, node, "aten::add_", [inputs[1], inputs[0], inputs[2]])
-        else:
-            continue
-        node.output().replaceAllUsesWith(made)
-        node.destroy()
-        place[made.debugName()] = index
-        free.add(made.debugName())
+        kind, inputs = node.kind(), list(node.inputs())
+        if kind in ("aten::relu", "aten::add") and is_over(inputs[0], index):
+            free.add(_put(graph, node, f"{kind}_", inputs))
+        elif kind == "aten::add" and is_over(inputs[1], index) and inputs[2].toIValue() == 1:
+            free.add(_put(graph, node, "aten::add_", [inputs[1], inputs[0], inputs[2]]))

@@ -7,8 +7,9 @@ raised no doubt (nothing depends on the values or shapes of a tensor) and if the
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
@@ -30,9 +31,12 @@ from neuralmean.running import device_of, is_compiled
 
 Graph = Callable[[Tensor], tuple[Tensor, ...]]
 
-_SIZES = (3, 1, 2, 5)  # of the batches: one to trace with, the others to compare with
+_SIZES = (1, 2, 5)  # of the batches to compare with
+_N_TRACED = 3  # inputs to trace a model with
+_ODD_COUNT = 17  # of which no size of an image, or number of channels or tokens, is likely to be a multiple
 _SEVERAL = 8  # inputs: what a graph for more than one is arranged for
 _ASK_FOR_SHAPES = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
+_warnings_lock = threading.Lock()
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
 
 
@@ -60,6 +64,7 @@ class TracedObserver(Observer):
         x = batch.first
         fits = x.dtype is torch.float32 and x.shape[1:] == self._shape and x.device.type == "cpu"
         fits = fits and (exits is None or tuple(exits.depths) == self._depths)
+        fits = fits and not torch.is_autocast_enabled("cpu")
         if not fits or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
             return super().observe(batch, name=name, exits=exits)
         with torch.no_grad():
@@ -92,51 +97,62 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
         raise InputError(
             f"{wanted}, in float32 on the CPU, but got {example.dtype} for a model on {device_of(core.modules())}."
         )
-    generator = torch.Generator().manual_seed(0)
-    first, *others = (torch.randn(size, *example.shape[1:], generator=generator) for size in _SIZES)
     try:
         with torch.no_grad():
-            observer.observe(Batch((first,)))  # finds the head
-            script = _make_script(_Graph(observer, fold=fold, depths=depths), first)
-            # A model may write to its input.
-            expected = [(x, observer.observe(Batch((x.clone(),)))) for x in others]
+            observer.observe(Batch((_noise(2, example),)))  # finds the head
+            script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths), example)
+            expected = list(_answers(observer, example))
 
-            def attempt(*, packed: bool) -> TracedObserver:
-                graph = _PackedGraphs(script, len(first)) if packed else _freeze(script, fold=fold)
+            def attempt(graph: Graph) -> TracedObserver:
                 traced = TracedObserver(observer, graph, example.shape[1:], depths)
                 for x, found in expected:
                     _compare(found, traced.observe(Batch((x.clone(),))))
                 return traced
 
-            if fold and can_pack():
+            for in_place in (True, False) if fold and can_pack() else ():
                 with suppress(Exception):  # a model that counts on how its activations lie in memory
-                    return attempt(packed=True)
-            return attempt(packed=False)
+                    return attempt(_PackedGraphs(script, n_traced, in_place=in_place))
+            return attempt(_freeze(script, fold=fold))
     except Exception as error:  # whatever a model or torch has against it
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
         raise InputError(f"{wanted}, but it is not: {reason}. It runs layer by layer as it is.") from error
 
 
-def _make_script(module: _Graph, x: Tensor) -> Any:
-    """Return a module, traced.
+def _noise(count: int, example: Tensor) -> Tensor:
+    return torch.randn(count, *example.shape[1:], generator=torch.Generator().manual_seed(count))
+
+
+def _answers(observer: Observer, example: Tensor) -> Iterator[tuple[Tensor, tuple[Any, Rows]]]:
+    """Yield inputs and what the model says of them."""
+    for count in _SIZES:
+        x = _noise(count, example)
+        try:
+            yield x, observer.observe(Batch((x.clone(),)))  # a model may write to its input
+        except InputError:  # some models squeeze too much away
+            if count > 1:
+                raise
+
+
+def _make_script(module: _Graph, example: Tensor) -> tuple[Any, int]:
+    """Return a module, traced, and with how many inputs.
 
     Raises:
         InputError: What the module does depends on values, or on the number of inputs.
     """
     doubts: list[str] = []
-    for shapes in (nullcontext(), _KnownShapes()):
+    for count, shapes in ((_N_TRACED, nullcontext()), (_ODD_COUNT, _KnownShapes())):
         with warnings.catch_warnings(record=True) as caught, shapes:
             warnings.simplefilter("always")
-            script = torch.jit.trace(module, (x,), check_trace=False)  # type: ignore[no-untyped-call]
+            script = torch.jit.trace(module, (_noise(count, example),), check_trace=False)  # type: ignore[no-untyped-call]
         found = [str(warning.message) for warning in caught if issubclass(warning.category, TracerWarning)]
         if not found:
-            return script
+            return script, count
         doubts += found
     raise InputError(doubts[0])
 
 
 class _KnownShapes(TorchFunctionMode):
-    """Has a model that is traced see shapes as they are, but for the first dimension, which counts the inputs.
+    """Has a model that is traced with `_ODD_COUNT` inputs see shapes as they are, where these do not count the inputs.
 
     To a tracer the size of an image is something to be computed, and a model that asks whether it is the right one raises a
     doubt. But a graph is only for inputs of one size.
@@ -146,24 +162,23 @@ class _KnownShapes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, or answer in its place."""
-        result = func(*args, **(kwargs or {}))
-        if func in _ASK_FOR_SHAPES:
-            tracing = torch._C._get_tracing_state()
-            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-            try:
-                known = args[0].shape
-            finally:
-                torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
-            if isinstance(result, tuple):
-                return torch.Size([*result[:1], *known[1:]])
-            dim = (args[1] if len(args) > 1 else (kwargs or {})["dim"]) % len(known)
-            return known[dim] if dim else result
-        return result
+        if func not in _ASK_FOR_SHAPES:
+            return func(*args, **(kwargs or {}))
+        tracing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            known = args[0].shape
+        finally:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        traced = args[0].shape
+        shape = [one if size % _ODD_COUNT == 0 else size for one, size in zip(traced, known, strict=True)]
+        dim = (kwargs or {}).get("dim", args[1] if len(args) > 1 and func is Tensor.size else None)
+        return torch.Size(shape) if dim is None else shape[dim]
 
 
 def _freeze(script: Any, *, fold: bool) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _warnings_lock, warnings.catch_warnings():  # not for two threads: the filters are the process's
+        warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.freeze(script, optimize_numerics=fold)
 
 
@@ -174,21 +189,24 @@ class _PackedGraphs:
     longer than the model itself.
     """
 
-    def __init__(self, script: Any, n_traced: int) -> None:
-        self._script, self._n_traced = script, n_traced
+    def __init__(self, script: Any, n_traced: int, *, in_place: bool) -> None:
+        self._script, self._n_traced, self._in_place = script, n_traced, in_place
         self._shapes = inputs_of_convolutions(script.inlined_graph)
         self._made: dict[tuple[bool, int], Any] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         key = len(x) == 1, torch.get_num_threads()
         graph = self._made.get(key)
         if graph is None:
-            graph = self._made[key] = self._make(1 if len(x) == 1 else _SEVERAL)
+            with self._lock:
+                graph = self._made[key] = self._made.get(key) or self._make(1 if len(x) == 1 else _SEVERAL)
         return cast(tuple[Tensor, ...], graph(x))
 
     def _make(self, size: int) -> Any:
         graph = _freeze(self._script, fold=True)
-        pack(graph.graph, [shape and [shape[0] * size // self._n_traced, *shape[1:]] for shape in self._shapes])
+        shapes = [shape and [shape[0] * size // self._n_traced, *shape[1:]] for shape in self._shapes]
+        pack(graph.graph, shapes, in_place=self._in_place)
         return graph
 
 
@@ -219,7 +237,7 @@ class _Graph(nn.Module):
         main = main_tensor(output)
         if main is None:
             raise InputError("its output holds no tensor")
-        if main.dim() == 4 and main.is_contiguous():
+        if main.is_contiguous():
             main = main.contiguous()  # in the graph, too, whose activations may lie in another order
         variances, feature, logits = (x.new_zeros(0) if tensor is None else tensor for tensor in optional)
         looks = () if self._looks is None else self._looks.made

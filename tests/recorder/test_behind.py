@@ -96,5 +96,5 @@ def test_variances_are_read_before():
 def test_a_frozen_graph_has_no_batch_norm_left():
     model, x = network(), torch.randn(2, 3, 8, 8)
     observer = Observer(model, select_layers(model), variance=False, head=None)
-    graph = _freeze(_make_script(_Graph(observer, fold=True, depths=()), x), fold=True)
+    graph = _freeze(_make_script(_Graph(observer, fold=True, depths=()), x)[0], fold=True)
     assert not [node for node in graph.graph.nodes() if "batch_norm" in node.kind()]

@@ -63,8 +63,11 @@ def test_divisors_are_worked_out_ahead_and_are_the_same_bit_for_bit():
         (lambda x, *v: all_norms(x, *(one.double() for one in v)), inputs()),
         (lambda x, *v: x * torch.stack([one.reciprocal() for one in v]).sum(), inputs()),
         (lambda x, *v: x * torch.stack([one.sqrt().reciprocal() for one in v]).sum(), inputs()),
+        (lambda x, *v: [norm(x, one, one.exp()) for one in v], inputs()),  # an epsilon that is worked out, too
+        (lambda x, *v: [(one + 1).sqrt().reciprocal().chunk(2) for one in v], inputs()),
+        (lambda x, *v: [(one + 1).sqrt().reciprocal() for one in v], inputs()),  # asked for as they are
     ],
-    ids=["few", "small", "computed", "double", "no-root", "no-epsilon"],
+    ids=["few", "small", "computed", "double", "no-root", "no-epsilon", "epsilon", "chunks", "output"],
 )
 def test_anything_else_is_left_alone(function, given):
     before, after, _ = rearranged(function, *given)
@@ -82,6 +85,16 @@ class Deep(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+
+
+def test_a_divisor_that_is_also_asked_for_is_still_there():
+    def both(x, *variances):
+        return all_norms(x, *variances), (variances[0] + 1.0).sqrt().reciprocal()
+
+    before, after, done = rearranged(both, *inputs())
+    assert done
+    for one, other in zip(before(*inputs()), after(*inputs()), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow

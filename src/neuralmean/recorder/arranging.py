@@ -20,4 +20,4 @@ class Arrange(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Name this version of the code, for the compiler's cache."""
-        return get_hash_for_files((joined.__file__, scales.__file__))
+        return get_hash_for_files((__file__, joined.__file__, scales.__file__))

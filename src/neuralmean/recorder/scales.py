@@ -37,13 +37,17 @@ def divide_once(graph: Graph) -> None:
             end = start + len(_value(node))
             node.replace_all_uses_with(graph.call_function(_aten.slice.Tensor, (side_by_side, 0, start, end)))
             start = end
-    graph.eliminate_dead_code()
+    for node in found:
+        total = cast(Node, cast(Node, node.args[0]).args[0])
+        for unused in (node, node.args[0], total):
+            if not cast(Node, unused).users:
+                graph.erase_node(cast(Node, unused))
 
 
 def _is_scale(node: Node) -> bool:
     """Whether this is one over the root of a variance that is given, on the way to a large activation."""
     parts = _parts(node)
-    if parts is None or not isinstance(parts[0], Node) or parts[0].op != "placeholder":
+    if parts is None or not isinstance(parts[0], Node) or parts[0].op != "placeholder" or isinstance(parts[1], Node):
         return False
     value = _value(node)
     return value.dim() == 1 and value.dtype is torch.float32 and value.device.type == "cpu" and _is_used_often(node)
@@ -61,10 +65,14 @@ def _parts(node: Node) -> Any:
 def _is_used_often(node: Node) -> bool:
     """Whether a divisor meets an activation of many numbers."""
     for user in node.users:
-        count: Any = _value(user).numel()
+        value = user.meta.get("val")
+        if not isinstance(value, Tensor):  # several, or not known
+            continue
+        count: Any = value.numel()
         if not isinstance(count, int):  # of a compilation for batches of any size: as it was with the one at hand
             count = getattr(count.node, "hint", None) or 0
-        if count >= _MUCH or (count == len(_value(node)) and _is_used_often(user)):
+        is_still_one = count == _value(node).numel()  # on its way: shaped to fit, or multiplied
+        if count >= _MUCH or (is_still_one and _is_used_often(user)):
             return True
     return False
 
