@@ -2,7 +2,8 @@
 
 A pass of a deep network with one image spends a third of its time in Python, and several passes at a time get in each other's
 way there, as one thread at a time may run Python. A graph has neither trouble. A model is only run as a graph if tracing it
-raised no doubt (nothing depends on the values or shapes of a tensor) and if the graph gives the model's numbers on other inputs.
+raised no doubt (nothing depends on the values of a tensor, or on how many inputs there are) and if the graph gives the model's
+numbers on other inputs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from neuralmean.running import device_of, is_compiled
 
 Graph = Callable[[Tensor], tuple[Tensor, ...]]
 
-_SIZES = (1, 2, 5)  # of the batches to compare with
+_SIZES = (
+    2,
+    5,
+    1,
+)  # of the batches to compare with; the head is looked for in the first, and some models cannot take one input
 _N_TRACED = 3  # inputs to trace a model with
 _ODD_COUNT = 17  # of which no size of an image, or number of channels or tokens, is likely to be a multiple
 _SEVERAL = 8  # inputs: what a graph for more than one is arranged for
@@ -99,9 +104,8 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
         )
     try:
         with torch.no_grad():
-            observer.observe(Batch((_noise(2, example),)))  # finds the head
+            expected = list(_answers(observer, example))  # first: that finds the head
             script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths), example)
-            expected = list(_answers(observer, example))
 
             def attempt(graph: Graph) -> TracedObserver:
                 traced = TracedObserver(observer, graph, example.shape[1:], depths)
