@@ -49,9 +49,9 @@ def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
     }
     if mode != "compile":
         candidates["naive"] = lambda: _naive(model, layers, x)
-        with suppress(InputError):  # a model that is no fixed graph
-            frozen = trace(Observer(model, layers, variance=False, head=None), x, fold=True)
-            candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
+    with suppress(InputError):  # a model that is no fixed graph
+        frozen = trace(Observer(model, layers, variance=False, head=None), x, fold=True)
+        candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
     with torch.no_grad():
         timings = interleave(candidates, baseline="plain", seconds=seconds, calls=in_a_row(size))
     row: dict[str, Any] = {"model": name, "mode": mode, "batch": size, "layers": len(layers)}

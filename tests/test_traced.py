@@ -11,6 +11,7 @@ from neuralmean.data import Batch, to_batch
 from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.layers import select_layers
 from neuralmean.observer import FIND_HEAD, Observer
+from neuralmean.recorder import RecordingModule
 from neuralmean.traced import trace
 from tests.conftest import TinyNet, count_hooks
 
@@ -146,6 +147,47 @@ def test_a_frozen_detector_still_notices_that_the_weights_have_changed(model):
         model.fc.weight.add_(1)
     with pytest.raises(ModelMismatchError):
         detector(images(2))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+def test_a_compiled_model_is_frozen_without_being_compiled(model, in_place, monkeypatch):
+    x, held_out = images(40), images(40, seed=6)
+    expected = Detector(model, scorer="typicality").fit(x, held_out=held_out)(x)
+    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: twin.forward)  # which takes no minute
+    if in_place:
+        model.compile(backend="eager")
+    detector = Detector(model if in_place else torch.compile(model, backend="eager"), scorer="typicality")
+    detector.fit(x, held_out=held_out)
+    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: pytest.fail("compiled"))
+    output, decision = detector.freeze(x[:1])(x)
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(decision.score, expected[1].score, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        model.fc.weight.add_(1)
+    with pytest.raises(ModelMismatchError):
+        detector(x)
+
+
+def test_inputs_of_another_shape_go_through_the_compiled_model(model, monkeypatch):
+    calls = []
+    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: lambda *args: calls.append(1) or twin.forward(*args))
+    detector = Detector(torch.compile(model, backend="eager"), scorer="average").calibrate(images(40))
+    detector.freeze(images(1))
+    calls.clear()
+    detector(images(2))
+    assert calls == []
+    detector(images(2)[..., :12])
+    assert calls == [1]
+
+
+def test_there_is_no_exit_in_a_graph_behind_a_layer_that_runs_twice(monkeypatch):
+    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: twin.forward)
+    own = Twice()
+    own(images(64))  # in training mode
+    model = torch.compile(own.eval(), backend="eager")  # which does not tell that a layer runs twice
+    detector = Detector(model, scorer="average").fit(images(40), held_out=images(40, seed=6), early_exit=True)
+    with pytest.raises(InputError, match="a layer before an exit runs more than once. It runs layer by layer as it is"):
+        detector.freeze(images(1))
 
 
 def test_only_a_model_with_a_tensor_as_output_is_frozen():

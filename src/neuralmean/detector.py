@@ -36,6 +36,7 @@ from neuralmean.moments import Moments
 from neuralmean.observer import FIND_HEAD, Craft, Observer, Rows, Turn
 from neuralmean.progress import track
 from neuralmean.reference import Reference
+from neuralmean.running import uncompiled
 from neuralmean.saving import from_artefact, to_artefact
 from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.traced import trace
@@ -292,9 +293,9 @@ class Detector:
         """Run the model as one graph from now on, without Python between its layers: faster, most of all for single inputs.
 
         Batch norms are folded into the convolutions before them; early exits stay exits. Holds for inputs of the shape of `x` on
-        the CPU; others go through the model as ever. The graph is used only if it gives the model's own numbers, but for their
-        last digits, and until the next `fit`; a copy of the detector runs the model. Its output carries no gradients to the
-        weights.
+        the CPU; others go through the model as ever. A model that went through `torch.compile` is run as this graph, too. The
+        graph is used only if it gives the model's own numbers, but for their last digits, and until the next `fit`; a copy of the
+        detector runs the model. Its output carries no gradients to the weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).
@@ -303,13 +304,14 @@ class Detector:
             InputError: The model is no fixed graph: what it does depends on values, or its output is no tensor.
         """
         self._watch.check()
-        batch = to_batch(x)
+        batch, observer = to_batch(x), self._observer.on(uncompiled(self.model))
         with torch.no_grad():
-            output = self._observer.observe(batch)[0]
+            output = observer.observe(batch)[0]
         if not isinstance(output, Tensor):
             raise InputError(f"Expected a model whose output is a tensor to freeze, but got {type(output).__name__}.")
         watch = cascade.watch_of(self)
-        self._observer = trace(self._observer, batch.first, fold=True, depths=() if watch is None else watch.depths)
+        traced = trace(observer, batch.first, fold=True, depths=() if watch is None else watch.depths)
+        self._observer = traced.around(self._observer)
         return self
 
     def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:

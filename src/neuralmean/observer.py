@@ -103,9 +103,15 @@ class Observer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For copies and other processes: what a recorder knows of the modules is looked up again.
+        return self._maker(), (self.recorder.model,)
+
+    def on(self, model: nn.Module) -> Observer:
+        """Return an observer of the same layers in another form of the model."""
+        return self._maker()(model)
+
+    def _maker(self) -> partial[Observer]:
         head = FIND_HEAD if self._head_is_open else self.recorder.head
-        make = partial(Observer, variance=self.recorder.variance, head=head)
-        return make, (self.recorder.model, self.layers)
+        return partial(Observer, layers=self.layers, variance=self.recorder.variance, head=head)
 
     @property
     def head(self) -> str | None:

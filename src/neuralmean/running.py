@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from neuralmean.data import Batch
 from neuralmean.errors import InputError, ModelInputError
-from neuralmean.layers import WRAPPERS
+from neuralmean.layers import WRAPPERS, unwrap
 
 _training = operator.itemgetter("training")
 _values_of = operator.methodcaller("values")
@@ -118,6 +118,11 @@ def is_compiled(model: nn.Module) -> bool:
     while isinstance(model, WRAPPERS):
         model = model.module
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return a model that runs layer by layer: one that shares its tensors if it went through `torch.compile`, else itself."""
+    return shared_copy(unwrap(model)) if is_compiled(model) else model
 
 
 _SIGNS = {

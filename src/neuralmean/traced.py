@@ -104,7 +104,11 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
         )
     try:
         with torch.no_grad():
-            expected = list(_answers(observer, example))  # first: that finds the head
+            expected = list(
+                _answers(observer, example)
+            )  # first: that finds the head, and layers that run more than once
+            if min(observer.recorder.repeated, default=len(observer.layers)) < max(depths, default=0):
+                raise InputError("a layer before an exit runs more than once")
             script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths), example)
 
             def attempt(graph: Graph) -> TracedObserver:

@@ -324,6 +324,11 @@ def test_a_bfloat16_model_is_recorded_in_float32():
     torch.testing.assert_close(recording.means["0"], torch.tensor([[4195 / 4096]]))
 
 
+def test_the_head_of_a_model_that_is_compiled_in_place_is_found_without_the_compiler(model, images):
+    model.compile(backend=lambda *_: pytest.fail("compiled"))
+    assert find_head(model, to_batch(images)) == "fc"
+
+
 def test_the_head_is_found_and_gives_feature_and_logits(model, images):
     assert find_head(model, to_batch(images)) == "fc"
     recording = record(model, images, head="fc")

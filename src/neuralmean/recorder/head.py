@@ -13,7 +13,7 @@ from neuralmean.channels import main_tensor
 from neuralmean.data import Batch
 from neuralmean.layers import unwrap
 from neuralmean.recorder.hooks import Hooks
-from neuralmean.running import Modules, blaming_input, device_of, evaluating
+from neuralmean.running import Modules, blaming_input, device_of, evaluating, uncompiled
 
 
 def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
@@ -22,7 +22,7 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     Raises:
         ModelInputError: The model cannot take the batch, which the caller calls `name`.
     """
-    core = unwrap(model)
+    core = unwrap(uncompiled(model))  # a compiler would compile the hooks too
     outputs: dict[str, Tensor] = {}
     thread = threading.get_ident()
 
