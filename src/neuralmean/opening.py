@@ -28,6 +28,20 @@ class Opened:
             )
         return self.preprocessing
 
+    def freeze(self) -> None:
+        """Have the model run as one graph, which is faster: see `Detector.freeze`.
+
+        Raises:
+            InputError: The size of the model's input is not known, or the model is no fixed graph.
+        """
+        example = self.need_preprocessing().example()
+        if example is None:
+            raise InputError(
+                "Expected a model with one size of images to freeze, but its images are taken as large as they are. "
+                "Fit again with --size, or do not freeze it."
+            )
+        self.detector.freeze(example)
+
 
 def open_saved(path: str | Path, *, model: str | None = None, weights: str | Path | None = None) -> Opened:
     """Read a saved detector and build the model that it was fitted on.

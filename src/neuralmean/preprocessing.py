@@ -80,6 +80,15 @@ class Preprocessing:
             if value not in choices:
                 raise InputError(f"Expected `{name}` to be one of {list(choices)}, but got {value!r}.")
 
+    def example(self) -> Tensor | None:
+        """Return an input of the model, (1, C, H, W), of which only the shape counts; None where its size is not known."""
+        import torch
+
+        if self.size is None:
+            return None
+        # Not zeros: a model that divides by the deviation of its input could not take them.
+        return torch.rand(1, self.channels, *self.size, generator=torch.Generator().manual_seed(0))
+
     def __call__(self, image: Image.Image) -> Tensor:
         """The model's input for one image of any mode and size, shape (C, H, W)."""
         return self.normalise(self.pixels(image)[None])[0]

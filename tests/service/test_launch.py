@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server
+from neuralmean.service.workers import make_runners
+from neuralmean.traced import TracedObserver
 from tests.service.conftest import PREPROCESSING, png
 
 SPEC = "tests.conftest:make_trained"
@@ -35,6 +38,26 @@ def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
     assert (served.name, served.preprocessing) == ("toy", PREPROCESSING)
     torch.testing.assert_close(served.detector.score(images[:3]), detector.score(images[:3]))
     assert load_served(saved, name="other", model=SPEC).name == "other"
+
+
+def test_a_detector_is_served_frozen_on_request(saved, detector, images):
+    served = load_served(saved, freeze=True)
+    assert isinstance(served.detector._observer, TracedObserver)
+    runners = make_runners(served.detector, PREPROCESSING.example(), 2)
+    graphs = {id(runner._observer._graph) for runner in runners}
+    assert graphs == {id(served.detector._observer._graph)}  # folded, where the service would make one that is not
+    for runner in runners:
+        found = runner(images[:3], alone=False).decision.score
+        torch.testing.assert_close(found, detector.score(images[:3]), rtol=1e-4, atol=1e-4)
+
+
+def test_images_of_any_size_are_not_served_frozen(detector, tmp_path):
+    free = replace(PREPROCESSING, size=None)
+    detector.save(tmp_path / "free.nmd", info={"model": SPEC, "preprocessing": free.to_json()})
+    with pytest.raises(
+        InputError, match=r"Expected a model with one size of images to freeze, .* Fit again with --size"
+    ):
+        load_served(tmp_path / "free.nmd", freeze=True)
 
 
 def test_a_file_that_does_not_name_its_model_needs_one(detector, tmp_path):

@@ -45,6 +45,10 @@ Workers = Annotated[
         help="Processes that decode images, by default one less than there are cores; with ray, its workers.",
     ),
 ]
+Freeze = Annotated[
+    bool,
+    typer.Option("--freeze", help="Run the model as one graph: faster, and the last digits of scores differ."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 

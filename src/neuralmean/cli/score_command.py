@@ -44,6 +44,7 @@ def score(
     weights: options.Weights = None,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
+    freeze: options.Freeze = False,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
@@ -56,10 +57,14 @@ def score(
     options.check_engine(engine)
     if resume and out is None:
         raise UsageError("Expected a file to go on with. Pass --out FILE with --resume.")
+    if freeze and engine != "local":
+        raise UsageError(f"Expected --freeze with --engine local, but got --engine {engine}. Leave one of them out.")
     with options.usage():
         kind = format_of(out, format_)
     opened = open_saved(saved, model=model, weights=weights)
     how, tally = opened.need_preprocessing(), Tally()
+    if freeze:
+        opened.freeze()
 
     def batches(skip: Callable[[str], bool] | None) -> Iterator[list[Row]]:
         return score_images(
@@ -83,7 +88,7 @@ def score(
             else:
                 _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
         elif out is not None:
-            settings = [list(map(str, paths)), how.to_json(), batch_size]
+            settings = [list(map(str, paths)), how.to_json(), batch_size, freeze]
             file = ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume)
             try:
                 file.write(batches, tally)

@@ -30,6 +30,7 @@ def serve(
         float, typer.Option("--max-wait-ms", min=0, help="Longest wait for company, under load.")
     ] = 15.0,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; beyond that, 503.")] = 256,
+    freeze: options.Freeze = False,
     state: Annotated[Path | None, typer.Option("--state", help="File in which the monitor survives a restart.")] = None,
 ) -> None:
     """Serve the model with its detector over HTTP, with metrics and a page to look at."""
@@ -37,5 +38,6 @@ def serve(
 
     service.serve(
         saved, host=host, port=port, name=name, model=model, weights=weights, token_file=token_file,
-        thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, state=state,
+        thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=freeze,
+        state=state,
     )  # fmt: skip

@@ -71,6 +71,7 @@ def serve(
     weights: str | Path | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
+    freeze: bool = False,
     **options: Any,
 ) -> None:
     """Serve a saved detector until SIGTERM or Ctrl+C, then finish what was accepted and return.
@@ -84,6 +85,8 @@ def serve(
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
+        freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
+            changes the last digits: see `Detector.freeze`.
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
     """
     _check_extra()
@@ -95,7 +98,7 @@ def serve(
     settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
     if settings.state is not None:
         check_target(settings.state)
-    served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights))
+    served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights, freeze=freeze))
     app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
     run_server(app, host=host, port=port)
 

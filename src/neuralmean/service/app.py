@@ -111,10 +111,9 @@ class Service:
 
     def _warm_up(self, n_threads: int) -> list[Runner]:
         """Run the model where the size of its input is known, so that the first request is as fast as the next."""
-        if self.spec.shape is None or None in self.spec.shape:
+        example = None if self.preprocessing is None else self.preprocessing.example()
+        if example is None:
             return make_runners(self.detector, None, n_threads)
-        # Not zeros: a model that divides by the deviation of its input could not take them.
-        example = torch.rand(1, *(side or 1 for side in self.spec.shape), generator=torch.Generator().manual_seed(0))
         output = run_pass(self.detector, example).output
         self.output_shape = None if output is None else tuple(output.shape[1:])
         return make_runners(self.detector, example, n_threads)

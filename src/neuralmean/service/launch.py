@@ -39,7 +39,12 @@ class Served:
 
 
 def load_served(
-    path: Path, *, name: str | None = None, model: str | None = None, weights: str | Path | None = None
+    path: Path,
+    *,
+    name: str | None = None,
+    model: str | None = None,
+    weights: str | Path | None = None,
+    freeze: bool = False,
 ) -> Served:
     """Read a saved detector and build the model that it belongs to.
 
@@ -48,8 +53,11 @@ def load_served(
         name: What to call it; None takes the file's stem.
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
+        freeze: Whether to freeze the detector.
     """
     opened = open_saved(path, model=model, weights=weights)
+    if freeze:
+        opened.freeze()
     return Served(opened.detector, opened.preprocessing, name or path.stem)
 
 

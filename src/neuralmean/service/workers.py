@@ -100,6 +100,8 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
 
 
 def _as_graph(detector: Detector, example: Tensor) -> TracedObserver | None:
+    if isinstance(detector._observer, TracedObserver):  # somebody froze it
+        return detector._observer
     try:
         return trace(detector._observer, example)
     except InputError as error:
