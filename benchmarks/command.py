@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--images", required=True)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--freeze", action="store_true", help="score with the frozen detector")
     options = parser.parse_args()
     images = np.load(options.images)["images"][: options.count]
     trained = models.load("resnet56", options.weights)
@@ -65,8 +66,9 @@ def main() -> None:
                 for first in range(0, len(images), 64):
                     trained.model(trained.preprocess(images[first : first + 64]))
             bare = len(images) / (time.perf_counter() - start)
-            short, small = run_command("score", saved, str(few), "--out", str(folder / "a.csv"))
-            long, large = run_command("score", saved, str(many), "--out", str(folder / "b.csv"))
+            more = ["--freeze"] if options.freeze else []
+            short, small = run_command("score", saved, str(few), "--out", str(folder / "a.csv"), *more)
+            long, large = run_command("score", saved, str(many), "--out", str(folder / "b.csv"), *more)
             steady, whole = (len(images) - 1000) / (long - short), len(images) / long
             ratios.append(steady / bare)
             print(

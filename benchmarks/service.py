@@ -1,6 +1,6 @@
 """The service under load, measured from outside: throughput, latency, abuse, SIGTERM.
 
-    python benchmarks/service.py --weights resnet56-cifar10.safetensors --data DIR [--scale 0.05] [--only latency,abuse]
+    python benchmarks/service.py --weights resnet56-cifar10.safetensors --data DIR [--scale 0.05] [--freeze] [--only latency,abuse]
 
 DIR holds cifar10-train and cifar10-test as `.npz` with `images`. The server is a process of its own; clients are raw
 sockets in this one, so that they cost as little as possible. Prints one JSON object a line.
@@ -49,10 +49,10 @@ SERVER = (sys.executable, "-m", "neuralmean", "serve", "--port", "0", "--name", 
 class Server:
     """A served detector in a process of its own."""
 
-    def __init__(self, path: Path, log: Path) -> None:
+    def __init__(self, path: Path, log: Path, *options: str) -> None:
         self.log = log
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen([*SERVER, str(path)], stderr=stderr)
+            self.process = subprocess.Popen([*SERVER, *options, str(path)], stderr=stderr)
         self.port = self._wait()
 
     def _wait(self) -> int:
@@ -360,6 +360,7 @@ def main() -> None:
     parser.add_argument("--scorer", default=None)
     parser.add_argument("--fit", type=int, default=2000)
     parser.add_argument("--scale", type=float, default=1.0, help="1 is 25 s of throughput and 10,000 requests of abuse")
+    parser.add_argument("--freeze", action="store_true", help="serve the frozen detector")
     parser.add_argument("--only", default="throughput,latency,abuse,sigterm")
     arguments = parser.parse_args()
     memory.keep_freed()  # the bare model at its best
@@ -373,7 +374,7 @@ def main() -> None:
             "json": [json_request(row[None]) for row in x],
             "png": [score_request(row) for row in pixels],
         }
-        server = Server(path, Path(name) / "log")
+        server = Server(path, Path(name) / "log", *(["--freeze"] if arguments.freeze else []))
         try:
             seconds, n = max(1, 5 * scale), max(10, int(60 * scale))
             batch = best_batch(detector.model, x)

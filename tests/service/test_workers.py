@@ -109,6 +109,18 @@ def test_workers_run_the_model_as_one_graph_and_say_what_it_says(detector, image
         assert calls == []
 
 
+def test_a_frozen_detector_is_ready_for_single_inputs_and_several_before_the_first_request(detector, images):
+    runners = make_runners(detector.freeze(images[:1]), images[:1], 2)
+    graph = detector._observer._graph
+    ready = set(graph._made)
+    assert ready >= {(True, 1), (False, 1)}
+    for alone in (False, True):
+        for count in (1, 3):
+            runners[0](images[:count], alone=alone)
+    runners[1](images[:9], alone=False)
+    assert set(graph._made) == ready
+
+
 class _Choosy(nn.Module):
     def __init__(self):
         super().__init__()

@@ -93,10 +93,15 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
         threads = Threads(_best_threads(detector, example, threads, graph), threads.together)
     # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
     apart = Threads(threads.together, threads.together)
-    return [
+    runners = [
         Runner(own, apart if number else threads, None if graph is None else graph.around(own._observer))
         for number, own in enumerate(detectors)
     ]
+    if graph is not None and example is not None:
+        several = torch.cat((example, example))
+        for alone in (False, True) * 2:  # a graph is made ready by two passes; a frozen one for several inputs by itself
+            runners[0](several, alone=alone)
+    return runners
 
 
 def _as_graph(detector: Detector, example: Tensor) -> TracedObserver | None:
