@@ -1,6 +1,7 @@
 """The service under load, measured from outside: throughput, latency, abuse, SIGTERM.
 
-    python benchmarks/service.py --weights resnet56-cifar10.safetensors --data DIR [--scale 0.05] [--freeze] [--only latency,abuse]
+    python benchmarks/service.py --weights resnet56-cifar10.safetensors --data DIR [--scale 0.05] [--freeze]
+        [--only latency,abuse]
 
 DIR holds cifar10-train and cifar10-test as `.npz` with `images`. The server is a process of its own; clients are raw
 sockets in this one, so that they cost as little as possible. Prints one JSON object a line.
