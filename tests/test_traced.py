@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -169,14 +171,57 @@ def test_a_compiled_model_is_frozen_without_being_compiled(model, in_place, monk
 
 
 def test_inputs_of_another_shape_go_through_the_compiled_model(model, monkeypatch):
-    calls = []
-    monkeypatch.setattr(RecordingModule, "compiled", lambda twin: lambda *args: calls.append(1) or twin.forward(*args))
+    calls, compilations = [], []
+
+    def compiled(twin):
+        compilations.append(1)
+        return lambda *args: calls.append(1) or twin.forward(*args)
+
+    monkeypatch.setattr(RecordingModule, "compiled", compiled)
     detector = Detector(torch.compile(model, backend="eager"), scorer="average").calibrate(images(40))
     detector.freeze(images(1))
     calls.clear()
     detector(images(2))
     assert calls == []
     detector(images(2)[..., :12])
+    assert (calls, compilations) == ([1], [1])
+
+
+def test_a_model_of_which_a_part_is_compiled_is_frozen(model):
+    expected = Detector(model, scorer="average").calibrate(images(40))(images(2))
+    detector = Detector(model, scorer="average").calibrate(images(40))
+    model.fc.compile(backend=lambda *_: pytest.fail("compiled"))
+    output, decision = detector.freeze(images(1))(images(2))
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(decision.score, expected[1].score, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_copied_is_told(model):
+    detector = Detector(model, scorer="average").calibrate(images(40))
+    model.lock = threading.Lock()
+    model.compile(backend="eager")
+    with pytest.raises(
+        InputError, match="Expected a model that can be copied, but TinyNet cannot: cannot pickle '_thread.lock'"
+    ):
+        detector.freeze(images(1))
+
+
+def test_a_layer_without_weights_that_is_replaced_takes_effect(model):
+    detector, x = Detector(model, scorer="average").calibrate(images(40)).freeze(images(1)), images(3)
+    before = detector(x)[0]
+    model.relu = nn.Tanh()
+    output, decision = detector(x)
+    assert torch.equal(output, model(x))
+    assert not torch.allclose(output, before)
+    assert torch.equal(decision.score, Detector(model, scorer="average").score(x))
+
+
+def test_a_graph_is_for_models_on_the_cpu(model, monkeypatch):
+    traced, x = trace(observer_of(model), images(1)), images(2)
+    monkeypatch.setattr("neuralmean.traced.device_of", lambda _: torch.device("cuda"))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    traced.observe(to_batch(x))
     assert calls == [1]
 
 
@@ -186,7 +231,9 @@ def test_there_is_no_exit_in_a_graph_behind_a_layer_that_runs_twice(monkeypatch)
     own(images(64))  # in training mode
     model = torch.compile(own.eval(), backend="eager")  # which does not tell that a layer runs twice
     detector = Detector(model, scorer="average").fit(images(40), held_out=images(40, seed=6), early_exit=True)
-    with pytest.raises(InputError, match="a layer before an exit runs more than once. It runs layer by layer as it is"):
+    with pytest.raises(
+        InputError, match="a layer before an exit runs more than once. It runs as it is without a graph"
+    ):
         detector.freeze(images(1))
 
 

@@ -34,13 +34,16 @@ class Opened:
         Raises:
             InputError: The size of the model's input is not known, or the model is no fixed graph.
         """
-        example = self.need_preprocessing().example()
+        example = None if self.preprocessing is None else self.preprocessing.example()
         if example is None:
             raise InputError(
-                "Expected a model with one size of images to freeze, but its images are taken as large as they are. "
-                "Fit again with --size, or do not freeze it."
+                "Expected a model whose inputs are images of one size to freeze, but neither the file nor the model says which. "
+                "Fit again with --size, or leave out --freeze."
             )
-        self.detector.freeze(example)
+        try:
+            self.detector.freeze(example)
+        except InputError as error:
+            raise InputError(f"{error} Leave out --freeze.") from error
 
 
 def open_saved(path: str | Path, *, model: str | None = None, weights: str | Path | None = None) -> Opened:

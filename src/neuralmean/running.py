@@ -91,10 +91,14 @@ def shared_copy(model: nn.Module) -> nn.Module:
         (False, True)
 
     Raises:
-        InputError: A model that keeps what it computed, which torch does not copy.
+        InputError: A model that keeps what it computed, which torch does not copy, or what nobody can copy.
     """
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    except TypeError as error:  # locks, files, generators
+        raise InputError(
+            f"Expected a model that can be copied, but {type(model).__name__} cannot: {error}. Keep that outside of the model."
+        ) from error
     except RuntimeError as error:
         if "deepcopy" not in str(error):
             raise
@@ -114,15 +118,19 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` was applied to `model`."""
+    """Whether `torch.compile` was applied to `model`, or to what it wraps."""
     while isinstance(model, WRAPPERS):
+        if model._compiled_call_impl is not None:
+            return True
         model = model.module
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return a model that runs layer by layer: one that shares its tensors if it went through `torch.compile`, else itself."""
-    return shared_copy(unwrap(model)) if is_compiled(model) else model
+    """Return a model that runs layer by layer: one that shares its tensors if it, or a part, was compiled, else itself."""
+    core = unwrap(model)
+    is_partly = any(module._compiled_call_impl is not None for module in core.modules())  # in place
+    return shared_copy(core) if is_partly or is_compiled(model) else model
 
 
 _SIGNS = {

@@ -48,6 +48,8 @@ _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
 class TracedObserver(Observer):
     """An observer that runs a graph where the inputs have the shape it was made for, and the model elsewhere.
 
+    The model runs, too, once one of its layers was added, replaced or removed, or it was moved away from the CPU.
+
     Args:
         observer: The observer of the model; its head has been looked for already.
         graph: What `trace` made.
@@ -56,18 +58,20 @@ class TracedObserver(Observer):
     """
 
     def __init__(self, observer: Observer, graph: Graph, shape: torch.Size, depths: Sequence[int] = ()) -> None:
-        recorder = observer.recorder
-        super().__init__(recorder.model, observer.layers, variance=recorder.variance, head=recorder.head)
-        self._graph, self._shape, self._depths = graph, shape, tuple(depths)
+        self.layers, self.recorder, self._head_is_open = observer.layers, observer.recorder, False
+        self.shape = shape
+        self._graph, self._depths, self._modules = graph, tuple(depths), self.recorder.modules
 
     def around(self, observer: Observer) -> TracedObserver:
         """Return the same for another observer of the same model, or of one that shares its tensors."""
-        return TracedObserver(observer, self._graph, self._shape, self._depths)
+        return TracedObserver(observer, self._graph, self.shape, self._depths)
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, Rows]:
         """Return the main tensor of the model's output for a batch and the rows of it; see `Observer.observe`."""
         x = batch.first
-        fits = x.dtype is torch.float32 and x.shape[1:] == self._shape and x.device.type == "cpu"
+        modules = self.recorder.modules
+        fits = x.dtype is torch.float32 and x.shape[1:] == self.shape and x.device.type == "cpu"
+        fits = fits and modules is self._modules and device_of(modules).type == "cpu"
         fits = fits and (exits is None or tuple(exits.depths) == self._depths)
         fits = fits and not torch.is_autocast_enabled("cpu")
         if not fits or len(batch.args) != 1 or batch.kwargs or x.requires_grad:
@@ -123,7 +127,7 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
             return attempt(_freeze(script, fold=fold))
     except Exception as error:  # whatever a model or torch has against it
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
-        raise InputError(f"{wanted}, but it is not: {reason}. It runs layer by layer as it is.") from error
+        raise InputError(f"{wanted}, but it is not: {reason}. It runs as it is without a graph.") from error
 
 
 def _noise(count: int, example: Tensor) -> Tensor:

@@ -360,6 +360,13 @@ def test_a_batch_norm_that_is_not_watched_says_what_is_wrong_with_its_input():
             recorder(to_batch(torch.randn(3, 4)))
 
 
+def test_a_wrapper_that_is_compiled_in_place_is_taken_for_a_compiled_model(model):
+    wrapped = nn.DataParallel(model)
+    assert not is_compiled(wrapped)
+    wrapped.compile(backend="eager")
+    assert is_compiled(wrapped)
+
+
 def test_a_model_that_is_a_single_layer_is_not_taken_for_a_compiled_one():
     model, x, during = nn.Conv2d(3, 4, 1).eval(), torch.randn(2, 3, 8, 8), []
     recorder = recorder_of(model)

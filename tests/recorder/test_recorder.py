@@ -201,6 +201,22 @@ def test_an_exit_waits_for_all_of_its_layers_however_often_one_runs():
     torch.testing.assert_close(exits.shown, expected)
 
 
+def test_a_layer_that_runs_again_behind_the_exit_that_was_shown_it_is_an_error():
+    class Exits:
+        depths = (1,)
+
+        def should_stop(self, index, means):
+            return False
+
+    model, x = Often().eval(), torch.randn(3, 2, 4, 4)
+    recorder = Recorder(model, select_layers(model))
+    with pytest.raises(
+        InputError, match=r"Expected layer 'norm' to be done at the early exit behind it, but it ran again\."
+    ):
+        recorder(to_batch(x), exits=Exits())
+    assert count_hooks(model) == 0
+
+
 def test_a_layer_that_does_not_run_is_named():
     class Skips(TinyNet):
         def forward(self, x):

@@ -69,7 +69,8 @@ def test_a_model_that_cannot_be_copied_has_one_worker_with_all_threads(detector,
     detector.model.lock = threading.Lock()
     (runner,) = make_runners(detector, None, 2)
     assert runner._threads == Threads(2, 2)
-    assert "Passes run one at a time, as the model cannot be copied: cannot pickle '_thread.lock' object" in caplog.text
+    assert "Passes run one at a time, as the model cannot be copied: Expected a model" in caplog.text
+    assert "TinyNet cannot: cannot pickle '_thread.lock' object" in caplog.text
 
 
 def test_a_compiled_model_has_one_worker(detector, monkeypatch):
@@ -119,6 +120,18 @@ def test_a_frozen_detector_is_ready_for_single_inputs_and_several_before_the_fir
             runners[0](images[:count], alone=alone)
     runners[1](images[:9], alone=False)
     assert set(graph._made) == ready
+
+
+def test_a_frozen_detector_of_tensors_is_frozen_on_every_worker(detector, images):
+    runners = make_runners(detector.freeze(images[:1]), None, 2)
+    assert len(runners) == 2
+    assert {runner._observer._graph for runner in runners} == {detector._observer._graph}
+
+
+def test_a_detector_that_is_frozen_for_another_size_is_served_as_a_graph_of_the_size_that_is_served(detector, images):
+    detector.freeze(images[:1, :, :6, :6])
+    for runner in make_runners(detector, images[:1], 2):
+        assert runner._observer.shape == images.shape[1:]
 
 
 class _Choosy(nn.Module):

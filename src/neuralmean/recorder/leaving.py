@@ -29,6 +29,11 @@ class Leaving:
         self.stopped_at: int | None = None
         self._next, self._waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
+    @property
+    def looked_at(self) -> int:
+        """How many of the first layers an exit was shown by now."""
+        return self.depths[self._next - 1] if self._next else 0
+
     def look(self, index: int, means: Callable[[int], Tensor]) -> None:
         """Take notice that layer `index` was seen; `means` gives those of so many of the first layers.
 

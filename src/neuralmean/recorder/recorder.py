@@ -49,6 +49,11 @@ class Recorder:
         self._lock = threading.Lock()
 
     @property
+    def modules(self) -> Modules:
+        """Every module of the model: the same object until one is added, replaced or removed."""
+        return self._plan.modules()
+
+    @property
     def repeated(self) -> frozenset[int]:
         """Indices of the layers that ran more than once in some pass so far."""
         return self._plan.repeated
@@ -67,7 +72,7 @@ class Recorder:
             LayerNotFiredError: A watched layer took no part in the pass.
             ModelInputError: The input has a shape or type that the model cannot take.
         """
-        modules = self._plan.modules()
+        modules = self.modules
         check_input(batch, name, tokens=self.takes_tokens)
         batch = batch.to(device_of(modules))
         with blaming_input(self._core, batch, name):

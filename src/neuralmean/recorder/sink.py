@@ -167,6 +167,11 @@ class Sink:
             mean = channel_mean(activation, channels_last=layer.channels_last, mask=mask)
         calls = 0 if self.values[index] is None else self.calls.get(index, 1)  # before this one
         if calls:
+            if index < self._leaving.looked_at:
+                raise InputError(
+                    f"Expected layer {layer.name!r} to be done at the early exit behind it, but it ran again. Fit the detector "
+                    "on the model as it is now and not compiled, or leave `early_exit` out."
+                )
             mean = mean + self._mean(index) * calls
         self.values[index], self.shapes[index], self.calls[index] = mean, None, calls + 1
         if calls == 0 and index < self._end:

@@ -76,7 +76,8 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
 
     Args:
         detector: What is served; the first worker's own, the others have twins.
-        example: One input, to make a graph of the model and to find out how many threads are best; None does neither.
+        example: One input, to make a graph of the model and to find out how many threads are best; None does neither, unless
+            the detector is frozen.
         n_threads: How many threads there are.
     """
     n_workers = min(n_threads, MOST_WORKERS)
@@ -88,7 +89,9 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     except Exception as error:  # noqa: BLE001 - whatever a model or scorer raises that cannot be copied
         log.info("Passes run one at a time, as the model cannot be copied: %s", error)
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
-    graph = None if example is None else _as_graph(detector, example)
+    graph = _as_graph(detector, example)
+    if example is None and graph is not None:
+        example = torch.rand(1, *graph.shape)
     if example is not None and threads.together < n_threads:
         threads = Threads(_best_threads(detector, example, threads, graph), threads.together)
     # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
@@ -99,14 +102,20 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     ]
     if graph is not None and example is not None:
         several = torch.cat((example, example))
-        for alone in (False, True) * 2:  # a graph is made ready by two passes; a frozen one for several inputs by itself
+        for alone in (
+            False,
+            True,
+        ) * 2:  # a graph is made ready by two passes; a frozen one for several inputs by itself
             runners[0](several, alone=alone)
     return runners
 
 
-def _as_graph(detector: Detector, example: Tensor) -> TracedObserver | None:
-    if isinstance(detector._observer, TracedObserver):  # somebody froze it
-        return detector._observer
+def _as_graph(detector: Detector, example: Tensor | None) -> TracedObserver | None:
+    observer = detector._observer
+    if isinstance(observer, TracedObserver) and (example is None or observer.shape == example.shape[1:]):
+        return observer  # somebody froze it
+    if example is None:
+        return None
     try:
         return trace(detector._observer, example)
     except InputError as error:
