@@ -23,8 +23,11 @@ _APART = {
     _CONVOLUTION,
     _LINEAR,
     "aten::add",
+    "aten::addcmul",
     "aten::batch_norm",
     "aten::cat",
+    "aten::clamp",
+    "aten::clamp_min",
     "aten::layer_norm",
     "aten::mean",
     "aten::relu",
@@ -97,7 +100,7 @@ def _replace(graph: Any, node: Any, kind: str, inputs: list[Any], algorithm: str
     numbers.output().setType(torch._C.ListType(torch._C.OptionalType(torch._C.NumberType.get())))
     numbers.insertBefore(node)
     values = [_constant(graph, node, one) for one in inputs]
-    _put(graph, node, kind, [*values, numbers.output(), graph.insertConstant(algorithm)])
+    put(graph, node, kind, [*values, numbers.output(), graph.insertConstant(algorithm)])
 
 
 def _constant(graph: Any, node: Any, value: Any) -> Any:
@@ -109,7 +112,7 @@ def _constant(graph: Any, node: Any, value: Any) -> Any:
     return graph.insertConstant(value) if isinstance(value, str) else value
 
 
-def _put(graph: Any, node: Any, kind: str, inputs: list[Any]) -> str:
+def put(graph: Any, node: Any, kind: str, inputs: list[Any]) -> str:
     """Put an operation where `node` is, and return what its result is called."""
     made = graph.create(kind, inputs, 1)
     made.insertBefore(node)
@@ -133,6 +136,6 @@ def _write_in_place(graph: Any) -> None:
     for index, node in enumerate(nodes):
         kind, inputs = node.kind(), list(node.inputs())
         if kind in ("aten::relu", "aten::add") and is_over(inputs[0], index):
-            free.add(_put(graph, node, f"{kind}_", inputs))
+            free.add(put(graph, node, f"{kind}_", inputs))
         elif kind == "aten::add" and is_over(inputs[1], index) and inputs[2].toIValue() == 1:
-            free.add(_put(graph, node, "aten::add_", [inputs[1], inputs[0], inputs[2]]))
+            free.add(put(graph, node, "aten::add_", [inputs[1], inputs[0], inputs[2]]))

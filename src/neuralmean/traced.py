@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from neuralmean.data import Batch
 from neuralmean.errors import InputError
 from neuralmean.layers import unwrap
 from neuralmean.looking import Looks, run_with_exits
+from neuralmean.norms import arrange_norms, norms_left
 from neuralmean.observer import Observer, Rows
 from neuralmean.packing import can_pack, inputs_of_convolutions, pack
 from neuralmean.recorder import RecordingModule
@@ -114,6 +115,9 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
             if min(observer.recorder.repeated, default=len(observer.layers)) < max(depths, default=0):
                 raise InputError("a layer before an exit runs more than once")
             script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths), example)
+            left = norms_left(_freeze(script, fold=True).graph, _Graph.PREFIX) if fold else frozenset()
+            if left:  # these are read in front of them, where `norms` can do more
+                script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths, left=left), example)
 
             def attempt(graph: Graph) -> TracedObserver:
                 traced = TracedObserver(observer, graph, example.shape[1:], depths)
@@ -121,9 +125,9 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
                     _compare(found, traced.observe(Batch((x.clone(),))))
                 return traced
 
-            for in_place in (True, False) if fold and can_pack() else ():
-                with suppress(Exception):  # a model that counts on how its activations lie in memory
-                    return attempt(_PackedGraphs(script, n_traced, in_place=in_place))
+            for careful in range(3) if fold and can_pack() else ():
+                with suppress(Exception):  # a model that counts on how its activations lie in memory, or writes to them
+                    return attempt(_PackedGraphs(script, n_traced, in_place=careful < 2, arrange=careful < 1))
             return attempt(_freeze(script, fold=fold))
     except Exception as error:  # whatever a model or torch has against it
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
@@ -201,8 +205,8 @@ class _PackedGraphs:
     longer than the model itself.
     """
 
-    def __init__(self, script: Any, n_traced: int, *, in_place: bool) -> None:
-        self._script, self._n_traced, self._in_place = script, n_traced, in_place
+    def __init__(self, script: Any, n_traced: int, *, in_place: bool, arrange: bool) -> None:
+        self._script, self._n_traced, self._in_place, self._arrange = script, n_traced, in_place, arrange
         self._shapes = inputs_of_convolutions(script.inlined_graph)
         self._made: dict[tuple[bool, int], Any] = {}
         self._lock = threading.Lock()
@@ -217,6 +221,8 @@ class _PackedGraphs:
 
     def _make(self, size: int) -> Any:
         graph = _freeze(self._script, fold=True)
+        if self._arrange:
+            arrange_norms(graph.graph)
         shapes = [shape and [shape[0] * size // self._n_traced, *shape[1:]] for shape in self._shapes]
         pack(graph.graph, shapes, in_place=self._in_place)
         return graph
@@ -225,7 +231,9 @@ class _PackedGraphs:
 class _Graph(nn.Module):
     """The model with its reductions as a function of one tensor to a fixed number of tensors."""
 
-    def __init__(self, observer: Observer, *, fold: bool, depths: Sequence[int]) -> None:
+    PREFIX = "__module._module.model."  # of the names of the model's layers in a graph
+
+    def __init__(self, observer: Observer, *, fold: bool, depths: Sequence[int], left: Collection[str] = ()) -> None:
         super().__init__()
         recorder = observer.recorder
         self._looks = Looks(depths) if depths else None
@@ -235,6 +243,7 @@ class _Graph(nn.Module):
             variance=recorder.variance,
             head=recorder.head,
             behind=fold,
+            left=left,
             exits=self._looks,
         )
         if self._looks is not None:

@@ -13,7 +13,7 @@ A layer with a channel whose :math:`\gamma` is so small that this would lose dig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,8 +34,13 @@ class Behind:
     offset: Tensor  # (D,)
 
 
-def read_behind(core: nn.Module, layers: Sequence[Layer]) -> Behind | None:
+def read_behind(core: nn.Module, layers: Sequence[Layer], *, left: Collection[str] = ()) -> Behind | None:
     """Return how to read the batch norms of a model in evaluation mode behind them; None if there is none to be read so.
+
+    Args:
+        core: The model.
+        layers: The watched layers.
+        left: Names of layers to be read as ever.
 
     Example:
         >>> norm = nn.BatchNorm2d(3).eval()
@@ -46,7 +51,8 @@ def read_behind(core: nn.Module, layers: Sequence[Layer]) -> Behind | None:
     """
     read, factors, offsets = [], [], []
     for layer in layers:
-        found = _undo(core.get_submodule(layer.name)) if layer.kind == "batchnorm" else None
+        is_wanted = layer.kind == "batchnorm" and layer.name not in left
+        found = _undo(core.get_submodule(layer.name)) if is_wanted else None
         read.append(layer if found is None else replace(layer, kind="convolution"))  # as one: at its output
         factor, offset = (torch.ones(layer.channels), torch.zeros(layer.channels)) if found is None else found
         factors.append(factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 from types import FunctionType, MethodType
@@ -33,6 +33,7 @@ class RecordingModule(nn.Module):
         variance: Whether to record variances too.
         head: Name of the layer that gives the logits, where those are wanted.
         behind: Whether to read batch norms behind them, so that they can be folded; means come out of `undo` then.
+        left: Names of layers that are read before them all the same.
         exits: What is asked, and must not stop the pass, once its first layers have been seen.
     """
 
@@ -47,13 +48,14 @@ class RecordingModule(nn.Module):
         variance: bool,
         head: str | None,
         behind: bool = False,
+        left: Collection[str] = (),
         exits: Exits | None = None,
     ) -> None:
         super().__init__()
         self.model = shared_copy(core)
         self.model.eval()  # which need not return the model
         self._layers = tuple(layers)
-        found = read_behind(core, layers) if behind and not variance else None
+        found = read_behind(core, layers, left=left) if behind and not variance else None
         self._is_behind = found is not None
         if found is not None:
             device = device_of(core.modules())
