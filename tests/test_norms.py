@@ -95,7 +95,24 @@ class WritesLater(Dense):
 
 
 def test_an_activation_that_is_written_to_later_counts_as_it_was():
-    freeze(WritesLater(depth=2))
+    traced = freeze(WritesLater(depth=2))
+    read = [node.inputsAt(0).node().kind() for node in graph_of(traced).findAllNodes("aten::mean")]
+    assert read == ["mkldnn::_convolution_pointwise", "aten::cat"]
+    assert "aten::clamp" in kinds(traced)
+
+
+class WritesBetween(Dense):
+    """Changes what a norm looked at before the ReLU behind the norm runs."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.norms[0](x)
+        x.mul_(3)
+        return self.convs[0](F.relu(y)) + x
+
+
+def test_a_norm_whose_input_is_written_to_is_no_comparison():
+    assert "aten::addcmul" in kinds(freeze(WritesBetween(depth=1)))
 
 
 class Flat(nn.Module):

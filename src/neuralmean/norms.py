@@ -46,7 +46,7 @@ def arrange_norms(graph: Any) -> None:
             continue
         relu = _only_user(norm, _RELUS)
         conv = None if relu is None else _only_user(relu, ("aten::_convolution",))
-        if conv is not None and _takes_constants(conv, relu):
+        if conv is not None and _takes_constants(conv, relu) and not _is_written_to(norm.inputsAt(0)):
             _to_comparison(graph, norm, relu, conv, to_clamp(*affine))
         else:
             scale, shift = (_constant(graph, norm, _for_images(values)) for values in affine)
@@ -85,6 +85,11 @@ def _only_user(node: Any, kinds: Iterable[str]) -> Any:
     """Return the one node that looks at what `node` makes, if there is just one and it is of these kinds."""
     uses = node.output().uses()
     return uses[0].user if len(uses) == 1 and uses[0].user.kind() in kinds else None
+
+
+def _is_written_to(value: Any) -> bool:
+    """Whether somebody changes a tensor in place, who might come before or behind what is put somewhere else here."""
+    return any(use.user.kind().endswith("_") for use in value.uses())
 
 
 def _takes_constants(conv: Any, relu: Any) -> bool:
@@ -152,4 +157,5 @@ def _side_by_side(value: Any) -> list[Any]:
     if node.kind() != "aten::cat" or node.inputsAt(1).toIValue() != 1:
         return []
     parts = node.inputsAt(0).node()
-    return list(parts.inputs()) if parts.kind() == "prim::ListConstruct" else []
+    found = list(parts.inputs()) if parts.kind() == "prim::ListConstruct" else []
+    return [] if any(map(_is_written_to, found)) else found
