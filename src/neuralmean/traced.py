@@ -109,9 +109,8 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
         )
     try:
         with torch.no_grad():
-            expected = list(
-                _answers(observer, example)
-            )  # first: that finds the head, and layers that run more than once
+            # First, as that finds the head, and layers that run more than once.
+            expected = list(_answers(observer, example))
             if min(observer.recorder.repeated, default=len(observer.layers)) < max(depths, default=0):
                 raise InputError("a layer before an exit runs more than once")
             script, n_traced = _make_script(_Graph(observer, fold=fold, depths=depths), example)
@@ -125,9 +124,10 @@ def trace(observer: Observer, example: Tensor, *, fold: bool = False, depths: Se
                     _compare(found, traced.observe(Batch((x.clone(),))))
                 return traced
 
-            for careful in range(3) if fold and can_pack() else ():
-                with suppress(Exception):  # a model that counts on how its activations lie in memory, or writes to them
-                    return attempt(_PackedGraphs(script, n_traced, in_place=careful < 2, arrange=careful < 1))
+            # The last ones are for models that write to their activations, or count on how these lie in memory.
+            for arrange, in_place in ((True, True), (False, True), (False, False)) if fold and can_pack() else ():
+                with suppress(Exception):
+                    return attempt(_PackedGraphs(script, n_traced, in_place=in_place, arrange=arrange))
             return attempt(_freeze(script, fold=fold))
     except Exception as error:  # whatever a model or torch has against it
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0][:200].rstrip(".")
