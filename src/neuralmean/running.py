@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -120,17 +121,22 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was applied to `model`, or to what it wraps."""
     while isinstance(model, WRAPPERS):
-        if model._compiled_call_impl is not None:
+        if _is_compiled_in_place(model):
             return True
         model = model.module
-    return "_orig_mod" in model._modules or model._compiled_call_impl is not None
+    return "_orig_mod" in model._modules or _is_compiled_in_place(model)
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether a module's own `compile` was called. A recorder's stand-in, a method, is in the same place for a while."""
+    call = module._compiled_call_impl
+    return call is not None and not isinstance(call, MethodType)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return a model that runs layer by layer: one that shares its tensors if it, or a part, was compiled, else itself."""
     core = unwrap(model)
-    is_partly = any(module._compiled_call_impl is not None for module in core.modules())  # in place
-    return shared_copy(core) if is_partly or is_compiled(model) else model
+    return shared_copy(core) if is_compiled(model) or any(map(_is_compiled_in_place, core.modules())) else model
 
 
 _SIGNS = {

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from neuralmean.data import to_batch
+from neuralmean.errors import InputError
 from neuralmean.layers import Layer, select_layers
 from neuralmean.recorder import Recorder, lean, stand_ins
 from neuralmean.recorder.lean import lean_forward, norm_and_sum
-from neuralmean.running import is_compiled
+from neuralmean.running import is_compiled, uncompiled
 
 SHAPES = {nn.BatchNorm1d: (5, 4, 7), nn.BatchNorm2d: (5, 4, 6, 7), nn.BatchNorm3d: (5, 4, 3, 6, 7)}
 
@@ -365,6 +366,22 @@ def test_a_wrapper_that_is_compiled_in_place_is_taken_for_a_compiled_model(model
     assert not is_compiled(wrapped)
     wrapped.compile(backend="eager")
     assert is_compiled(wrapped)
+
+
+def test_a_model_is_not_taken_for_a_compiled_one_while_stand_ins_are_there(model, images):
+    model.lock = threading.Lock()  # it could not be copied
+    seen = []
+
+    def look(*_):
+        seen.append((bool(stood_in(model)), uncompiled(model) is model))
+
+    recorder = Recorder(model, select_layers(model))
+    model.register_forward_hook(look)
+    recorder(to_batch(images))
+    assert seen == [(True, True)]
+    model.conv1.compile(backend="eager")
+    with pytest.raises(InputError, match="can be copied"):
+        uncompiled(model)
 
 
 def test_a_model_that_is_a_single_layer_is_not_taken_for_a_compiled_one():

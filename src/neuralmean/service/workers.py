@@ -102,10 +102,8 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     ]
     if graph is not None and example is not None:
         several = torch.cat((example, example))
-        for alone in (
-            False,
-            True,
-        ) * 2:  # a graph is made ready by two passes; a frozen one for several inputs by itself
+        # A graph is made ready by two passes, and a frozen one has another graph for several inputs.
+        for alone in (False, True) * 2:
             runners[0](several, alone=alone)
     return runners
 
