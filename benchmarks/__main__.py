@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import early_exit, export, fit, peers, plot, recording, subjects, timing
 from benchmarks.timing import table
-from neuralmean import memory
+from neuralmean.models import allocator as memory
 
 PARTS = ("recording", "export", "peers", "early-exit", "fit")
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from neuralmean import memory
 from neuralmean.bench import models
+from neuralmean.models import allocator as memory
 
 _COMMAND = [sys.executable, "-c", "from neuralmean.cli import main; main()"]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks import subjects
 from benchmarks.timing import interleave
 from neuralmean import Detector
-from neuralmean.calibration import Calibration
-from neuralmean.metrics import evaluate
+from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.metrics import evaluate
 
 SPLITS = 20
 RATE = 0.05

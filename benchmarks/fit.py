@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import subjects
-from neuralmean import Detector, memory
+from neuralmean import Detector
 from neuralmean.errors import CalibrationWarning
+from neuralmean.models import allocator as memory
 
 TURNS = 5
 SCORERS = ("average", "logistic", "typicality")

@@ -16,7 +16,7 @@ SUBJECTS = (("densenet100", 64), ("resnet56", 128), ("resnet34", 32), ("convnet4
 TURNS = 9
 PASSES = """
 import resource, sys, time
-from neuralmean import memory
+from neuralmean.models import allocator as memory
 if sys.argv[1] == "keep":
     memory.keep_freed()
 import torch

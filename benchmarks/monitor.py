@@ -20,17 +20,18 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from neuralmean import Calibration, Decision, Detector
-from neuralmean.baseline import Baseline
 from neuralmean.bench import models
-from neuralmean.monitor import Monitor
+from neuralmean.monitor.monitor import Monitor
+from neuralmean.stats.held_out_profile import HeldOutProfile
 
 STEP = 4  # items at a time
 AFTER = (32, 64, 128)  # items after the turn, when it is asked which layers moved
@@ -62,10 +63,8 @@ def observe(arguments: argparse.Namespace) -> tuple[Detector, dict[str, tuple[Te
 
 
 def _observe(detector: Detector, x: Tensor) -> tuple[Tensor, Tensor]:
-    from neuralmean.service.passes import run_pass
-
-    shared = run_pass(detector, x)
-    return shared.decision.score, shared.vectors.half()
+    seen = next(detector.observe_each(x, batch_size=len(x)))
+    return seen.score, cast(Tensor, seen.vectors).half()
 
 
 def _images(folder: Path, name: str) -> np.ndarray:
@@ -92,10 +91,10 @@ def streams(found: dict[str, tuple[Tensor, Tensor]], case: str, run: int, held_o
     yield turned
 
 
-def _baseline(detector: Detector, vectors: Tensor) -> Baseline:
-    seen = detector._nothing_seen()
+def _profile(detector: Detector, vectors: Tensor) -> HeldOutProfile:
+    seen = detector.setup.empty_profile()
     seen.add(vectors)
-    return seen.baseline()
+    return seen.profile()
 
 
 def measure(
@@ -107,9 +106,9 @@ def measure(
     named: dict[str, list[int]] = {}
     for run in range(runs):
         held_out, known, scores, vectors = streams(found, case, run, a.held_out, a.turn)
-        calibration = detector.calibration = Calibration.of(held_out, 0.05)
-        detector.calibration_source = "held_out"
-        detector.baseline = None if a.without_held_out_vectors else _baseline(detector, known)
+        calibration = Calibration.of(held_out, 0.05)
+        profile = None if a.without_held_out_vectors else _profile(detector, known)
+        detector.adopt(replace(detector.learnt, calibration=calibration, source="held_out", profile=profile))
         monitor = Monitor(detector, false_alarm_rate=a.rate, seed=run)
         for first in range(0, len(scores), STEP):
             few, was_on = slice(first, first + STEP), monitor.drift

@@ -12,8 +12,9 @@ import argparse
 import sys
 import time
 
-from neuralmean import memory, progress
 from neuralmean.bench import experiments, report
+from neuralmean.data import progress
+from neuralmean.models import allocator as memory
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from benchmarks import subjects
 from benchmarks.timing import in_a_row, interleave
 from neuralmean import Detector
 from neuralmean.errors import CalibrationWarning
-from neuralmean.metrics import evaluate
+from neuralmean.stats.metrics import evaluate
 
 SETS = ("svhn-test", "cifar100-test", "imagenet-resize")
 Score = Callable[[Tensor], Tensor]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from benchmarks import subjects
 from benchmarks.timing import in_a_row, interleave
-from neuralmean.data import Batch
+from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
-from neuralmean.layers import Layer, select_layers
-from neuralmean.observer import Observer
-from neuralmean.recorder import Recorder
-from neuralmean.traced import trace
+from neuralmean.models.layers import Layer, select_layers
+from neuralmean.recording import Recorder
+from neuralmean.recording.graph.traced import trace
+from neuralmean.recording.observer import Observer
 
 MODES = ("eager", "channels-last", "compile")  # the last two with channels last
 

@@ -35,8 +35,9 @@ import numpy as np
 import torch
 
 from benchmarks import subjects
-from neuralmean import Detector, Moments, Reference, distributed
-from neuralmean.preprocessing import Preprocessing
+from neuralmean import Detector, Moments, Reference
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.jobs import cluster as distributed
 
 HOW = Preprocessing((32, 32), (0.5,) * 3, (0.25,) * 3)
 WARM = 0.2  # share of the chunks that are not timed

@@ -37,9 +37,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from neuralmean import Detector, memory
+from neuralmean import Detector
 from neuralmean.bench import models
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.models import allocator as memory
 
 HOST = "127.0.0.1"
 NAME = "resnet56"

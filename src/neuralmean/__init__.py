@@ -7,16 +7,17 @@ output, decision = detector(x)
 decision.is_ood, decision.p_value
 """
 
-from neuralmean.calibration import Calibration
-from neuralmean.decision import Decision, Explanation
-from neuralmean.detector import Detector
+__version__ = "0.1.0.dev0"
+
+from neuralmean.data.augmentation import permute_blocks
+from neuralmean.detector.decision import Decision, Explanation
+from neuralmean.detector.detector import Detector
 from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
-from neuralmean.layers import Layer, select_layers
-from neuralmean.moments import Moments
-from neuralmean.monitor import Monitor
-from neuralmean.reference import Reference
-from neuralmean.synthesis import permute_blocks
-from neuralmean.version import __version__
+from neuralmean.models.layers import Layer, select_layers
+from neuralmean.monitor.monitor import Monitor
+from neuralmean.recording.reference import Reference
+from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.moments import Moments
 
 __all__ = [
     "Calibration",

@@ -16,7 +16,7 @@ from neuralmean.bench.experiments.base import cases
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.workbench import Workbench
 from neuralmean.bench.results import Results
-from neuralmean.layers import Layer
+from neuralmean.models.layers import Layer
 from neuralmean.scorers.typicality import TERMS
 
 SETS = ("cifar10-train", "cifar10-test", "svhn-train", "svhn-test", "imagenet-crop")

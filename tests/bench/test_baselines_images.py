@@ -37,7 +37,7 @@ from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.models import TrainedModel, build
 from neuralmean.bench.protocols import EvalSet, FitSet
 from neuralmean.errors import InputError, LayerNotFiredError, NeuralMeanWarning, NotFittedError
-from neuralmean.fingerprint import fingerprint
+from neuralmean.models.fingerprint import fingerprint
 
 STD = (0.2, 0.25, 0.5)
 

@@ -19,8 +19,8 @@ from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.features import Store, _Entry, _key, _observe, compute
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import ArtefactError, NeuralMeanWarning
-from neuralmean.layers import select_layers
-from neuralmean.observer import FIND_HEAD, Observer
+from neuralmean.models.layers import select_layers
+from neuralmean.recording.observer import FIND_HEAD, Observer
 
 
 class Toy(nn.Module):

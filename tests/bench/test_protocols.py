@@ -9,8 +9,8 @@ import torch
 from neuralmean.bench import protocols
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.protocols import Draw, EvalSet, FitSet, split_off
+from neuralmean.data.augmentation import permute_blocks
 from neuralmean.errors import InputError
-from neuralmean.synthesis import permute_blocks
 
 
 def make(count, seed=0, name="cifar10", split="train"):

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from neuralmean import Detector
-from neuralmean.artefact import FORMAT_VERSION
-from neuralmean.opening import open_saved
-from neuralmean.recorder import Recorder
+from neuralmean.detector.saved import open_saved
+from neuralmean.files.artefact import FORMAT_VERSION
+from neuralmean.recording import Recorder
 from tests.cli.conftest import FIT, pictures, save_pictures
 
 
@@ -272,7 +272,7 @@ class TestScore:
         assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4, abs=1e-4)
 
     def test_a_run_is_not_gone_on_with_frozen(self, saved, nmd, world):
-        from neuralmean.scoring import journal
+        from neuralmean.jobs import journal
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journal.Journal, "remove", lambda *_: sys.exit(1))

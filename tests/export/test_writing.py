@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import functools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from neuralmean import Detector
-from neuralmean.cascade import CascadeScorer
+from neuralmean.detector.early_exit import CascadeScorer
 from neuralmean.errors import InputError, MissingExtraError, ModelInputError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
 from neuralmean.export.detector_graph import DetectorGraph
@@ -151,7 +152,8 @@ def test_the_graph_holds_the_header_of_the_saved_file(tmp_path):
 def test_a_cascade_is_in_the_graph_with_all_its_exits(tmp_path):
     model = make_trained()
     detector = Detector(model, scorer="average").fit(usual(200))
-    detector.scorer = CascadeScorer.around(detector.scorer, detector._layers).fit(detector.discrepancy(usual(200)))
+    cascade = CascadeScorer.around(detector.scorer, detector.watched).fit(detector.discrepancy(usual(200)))
+    detector.adopt(replace(detector.learnt, scorer=cascade))
     detector.calibrate(usual(100, seed=2))
     to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
     found, x = run_onnx(tmp_path / "d.onnx", x=mixture()), mixture()

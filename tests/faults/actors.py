@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from neuralmean import Detector, Monitor, Reference, distributed
+from neuralmean import Detector, Monitor, Reference
 from neuralmean.bench import experiments
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.jobs import cluster as distributed
 from tests.conftest import make_trained
 
 HOW = Preprocessing((8, 8), (0.0,) * 3, (1.0,) * 3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from neuralmean import distributed
+from neuralmean.jobs import cluster as distributed
 from tests.conftest import make_trained
 from tests.faults import actors
 
@@ -28,7 +28,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 DRIVER = """
 import sys
-from neuralmean import distributed
+from neuralmean.jobs import cluster as distributed
 from tests.conftest import make_trained
 from tests.faults import actors
 artefact, folder, out, workers, *address = sys.argv[1:]

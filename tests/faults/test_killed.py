@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from neuralmean.artefact import Artefact
 from neuralmean.bench.results import read_rows
 from neuralmean.errors import ArtefactError
-from neuralmean.files import write_atomically
+from neuralmean.files.artefact import Artefact
+from neuralmean.files.atomic import write_atomically
 from tests.bench.test_experiments import SETS, write_sets, write_weights
 from tests.faults import actors
 

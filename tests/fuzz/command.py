@@ -14,7 +14,7 @@ import pytest
 
 from neuralmean.cli import main
 from neuralmean.errors import InputError
-from neuralmean.files import write_atomically
+from neuralmean.files.atomic import write_atomically
 from tests.fuzz.watch import peak, reset_peak
 
 CPU_SECONDS, SECONDS = 20, 120  # of work, and of waiting for whatever it may be (on a busy machine also for a core)
@@ -104,8 +104,9 @@ def tame(patch: pytest.MonkeyPatch) -> None:
     """Put stand-ins where a command that is given nothing wrong would work for minutes, serve for ever or go online."""
     import socket
 
-    from neuralmean import demo, export
+    from neuralmean import export
     from neuralmean.bench import train
+    from neuralmean.cli import demo
     from neuralmean.service import launch
 
     def refuse(*_, **__):

@@ -23,10 +23,10 @@ def main(count: int, package: str) -> None:
     from PIL import Image
     from watch import measure
 
+    from neuralmean.data.images.arrays import ArrayFile
+    from neuralmean.data.images.decode import decode_image
+    from neuralmean.data.preprocessing import Preprocessing
     from neuralmean.errors import InputError
-    from neuralmean.images.arrays import ArrayFile
-    from neuralmean.images.decode import decode_image
-    from neuralmean.preprocessing import Preprocessing
 
     how = Preprocessing((224, 224), (0.5,) * 3, (0.5,) * 3)
     seeds = _seeds(np, Image)

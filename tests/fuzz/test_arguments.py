@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from neuralmean.cli.app import load_commands
 from neuralmean.errors import InputError
-from neuralmean.scoring import Journal
+from neuralmean.jobs import Journal
 from tests.cli.conftest import FIT, MODULE, pictures, save_pictures
 from tests.fuzz.command import World, run, tame
 

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from neuralmean import Calibration, Layer, Moments, Reference, permute_blocks
-from neuralmean.calibration import examples_needed
-from neuralmean.distributed.pieces import stretches
-from neuralmean.metrics import evaluate
+from neuralmean.jobs.cluster.pieces import stretches
+from neuralmean.stats.calibration import examples_needed
+from neuralmean.stats.metrics import evaluate
 
 quick = settings(deadline=None, max_examples=60)
 numbers = st.floats(-1e6, 1e6, allow_subnormal=False)
@@ -75,7 +75,7 @@ class TestMoments:
         whole = Reference.of_statistics(layers, means, variances)
         order = list(range(n))
         rng.shuffle(order)
-        parts, begin = [Reference.of_nothing(layers)], 0
+        parts, begin = [Reference.empty(layers)], 0
         while begin < n:
             step = rng.randint(1, n)
             rows = order[begin : begin + step]

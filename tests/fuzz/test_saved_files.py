@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from neuralmean import Detector
-from neuralmean.artefact import Artefact
 from neuralmean.errors import NeuralMeanError
+from neuralmean.files.artefact import Artefact
 from tests.conftest import make_trained
 from tests.fuzz.mutations import mutate, mutate_json
 from tests.fuzz.watch import measure, peak, reset_peak
@@ -145,7 +145,7 @@ def _hostile_tensor(tensor, rng):
 
 
 def test_a_spec_in_a_file_runs_no_code(good, tmp_path):
-    from neuralmean.modelspec import resolve
+    from neuralmean.models.spec import resolve
 
     artefact = Artefact.read(good[0])
     header = {key: value for key, value in artefact.header.items() if key not in ("digest", "format_version")}

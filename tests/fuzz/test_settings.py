@@ -13,13 +13,14 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from neuralmean import Detector, distributed
-from neuralmean.distributed.engine import Cluster
-from neuralmean.distributed.work import Work
+from neuralmean import Detector
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import NeuralMeanError
-from neuralmean.modelspec import resolve
-from neuralmean.preprocessing import Preprocessing
-from neuralmean.scoring import Journal
+from neuralmean.jobs import Journal
+from neuralmean.jobs import cluster as distributed
+from neuralmean.jobs.cluster.engine import Cluster
+from neuralmean.jobs.cluster.work import Work
+from neuralmean.models.spec import resolve
 from neuralmean.service.settings import Settings, read_token
 from tests.conftest import make_trained
 from tests.fuzz.mutations import mutate, mutate_json
@@ -58,7 +59,7 @@ def test_preprocessing_that_was_tampered_with_is_one_or_an_error_of_ours():
 @example("os:system")
 @example("builtins:exec")
 @example("subprocess:Popen")
-@example("neuralmean.files:write_atomically")
+@example("neuralmean.files.atomic:write_atomically")
 @example("timm:hf-hub:somebody/something")
 def test_a_spec_from_a_file_is_refused_in_our_words(spec):
     with pytest.raises(NeuralMeanError):

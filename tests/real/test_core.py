@@ -18,13 +18,13 @@ import torch
 
 from neuralmean import Detector, Reference
 from neuralmean.bench import models
-from neuralmean.data import to_batch
-from neuralmean.discrepancy import discrepancy, pool_batch
-from neuralmean.layers import select_layers
-from neuralmean.metrics import evaluate
-from neuralmean.observer import Observer
-from neuralmean.recorder import Recorder
+from neuralmean.data.batch import to_batch
+from neuralmean.models.layers import select_layers
+from neuralmean.recording import Recorder
+from neuralmean.recording.observer import Observer
 from neuralmean.scorers import AverageScorer, make_scorer
+from neuralmean.stats.discrepancy import discrepancy, pool_batch
+from neuralmean.stats.metrics import evaluate
 
 pytestmark = pytest.mark.real
 
@@ -177,9 +177,10 @@ def test_recording_costs_little(resnet56, read):
 
 _MEMORY = """
 import sys, torch
-from neuralmean import Reference, memory
+from neuralmean import Reference
+from neuralmean.models import allocator as memory
 from neuralmean.bench import models
-from neuralmean.data import to_batch
+from neuralmean.data.batch import to_batch
 torch.set_num_threads(1)
 model = models.build("resnet20").eval()
 def batches(n):

@@ -10,9 +10,9 @@ import torch
 
 from neuralmean import Detector
 from neuralmean.bench import models
-from neuralmean.calibration import Calibration
 from neuralmean.errors import CalibrationWarning
-from neuralmean.metrics import evaluate
+from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.metrics import evaluate
 from tests.real.test_core import show
 
 pytestmark = pytest.mark.real

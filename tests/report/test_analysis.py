@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from neuralmean import metrics
-from neuralmean.observer import Rows
+from neuralmean.recording.observer import ChannelStats
 from neuralmean.report import analysis
 from neuralmean.report.analysis import auroc, auroc_by_depth, batch_scores, compare, histogram, weight_by_layer, wilson
 from neuralmean.report.gather import gather
+from neuralmean.stats import metrics
 from tests.report.conftest import make_detector, noise
 
 RANDOM = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def test_batches_share_no_image_while_there_are_enough(monkeypatch):
     detector = make_detector(scorer="average")
     seen = []
     monkeypatch.setattr(analysis, "pool_batch", lambda means, variances: (seen.append(means[:, 0]) or means[:1], None))
-    rows = Rows(torch.arange(12.0).unsqueeze(1).expand(12, 10))
+    rows = ChannelStats(torch.arange(12.0).unsqueeze(1).expand(12, 10))
     batch_scores(detector, rows, size=4, batches=3)
     assert sorted(torch.cat(seen).tolist()) == list(range(12))
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuralmean import Detector, metrics
+from neuralmean import Detector
+from neuralmean.data.images import ImageBatches
+from neuralmean.detector.saved import open_saved
 from neuralmean.errors import ArtefactError, InputError, MissingExtraError, NotFittedError
-from neuralmean.images import ImageBatches
-from neuralmean.opening import open_saved
 from neuralmean.report import write_report
+from neuralmean.stats import metrics
 from tests.conftest import make_trained
 from tests.report.conftest import HOSTILE, make_detector, noise
 
@@ -66,7 +67,7 @@ def test_the_direction_of_each_figure_is_said_in_words(made):
 def test_the_guarantee_and_the_fingerprint_are_told(made, detector):
     text = Page(made.html).text
     assert detector.guarantee in text
-    assert detector._watch.digest[:16] in text
+    assert detector.fingerprint[:16] in text
 
 
 def test_nothing_is_fetched_from_anywhere(made):
@@ -188,7 +189,7 @@ def test_what_cannot_work_is_refused_before_any_work(detector, tmp_path):
 
 
 def test_the_demo_ends_with_a_report(tmp_path):
-    from neuralmean import demo
+    from neuralmean.cli import demo
 
     data = demo.load_data()
     model = demo.train_model(data, epochs=1)

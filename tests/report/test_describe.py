@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from neuralmean import Detector
+from neuralmean.detector.fitting import GUARANTEES
 from neuralmean.errors import CalibrationWarning
-from neuralmean.fitting import GUARANTEES
 from neuralmean.report import describe, write_report
 from neuralmean.report.gather import gather
 from tests.conftest import make_trained
@@ -27,7 +27,7 @@ def test_the_facts_say_what_was_fitted_on_what(detector):
     assert facts["Fitted on"].value == "120 ID images"
     assert facts["Threshold from"].value == "99 scores of held-out images"
     assert facts["Threshold"].more == "5 % false alarms asked for"
-    assert facts["Weights"].value == f"sha256 {detector._watch.digest[:16]}…"
+    assert facts["Weights"].value == f"sha256 {detector.fingerprint[:16]}…"
     assert facts["Fitted at"].value.endswith("UTC")
 
 

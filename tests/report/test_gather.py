@@ -6,7 +6,7 @@ import torch
 
 from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.report import gather as module
-from neuralmean.report.gather import gather, part_names
+from neuralmean.report.gather import gather
 from tests.report.conftest import make_detector, noise
 
 
@@ -34,7 +34,7 @@ def test_contributions_are_those_of_explain(detector):
     torch.testing.assert_close(result.parts.mean[:n].float(), explained.by_layer.mean(dim=0), rtol=1e-4, atol=1e-5)
     total = result.parts.mean.sum().item()
     assert total == pytest.approx(result.scores.mean(), abs=1e-4)
-    assert part_names(detector, result) == [
+    assert result.part_names == [
         *detector.layers,
         *("rest" if term == "constant" else term for term in explained.terms),
     ]
@@ -77,7 +77,7 @@ def test_memory_is_bounded_by_a_uniform_sample(detector, monkeypatch):
     result = gather(detector, images, name="x")
     assert len(result.sample) == 100
     assert result.sample_parts.shape[0] == 100
-    everything = detector._observer.observe_all(images, name="x", batch_size=64).means
+    everything = torch.cat([seen.stats.means for seen in detector.observe_each(images)])
     rows = [int((everything - row).abs().sum(dim=1).argmin()) for row in result.sample.means]
     assert len(set(rows)) == 100
     assert min(np.histogram(rows, bins=4, range=(0, 1000))[0]) >= 8
@@ -94,7 +94,7 @@ def test_a_scorer_that_nobody_can_explain_has_no_parts():
     result = gather(make_detector(scorer=Sum()), noise(20, 8), name="x")
     assert result.parts is None
     assert result.sample_parts is None
-    assert part_names(make_detector(scorer=Sum()), result) == []
+    assert result.part_names == []
 
 
 def test_inputs_that_are_no_images_have_no_picture(detector):

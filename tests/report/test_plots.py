@@ -5,9 +5,9 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from neuralmean.metrics import Interval, bootstrap, evaluate, roc_curve
 from neuralmean.report import plots
 from neuralmean.report.analysis import Comparison, histogram
+from neuralmean.stats.metrics import Interval, bootstrap, evaluate, roc_curve
 
 
 def classes(drawn, word):

@@ -10,8 +10,8 @@ import pytest
 
 from neuralmean import Detector
 from neuralmean.bench import models
-from neuralmean.images import ImageBatches
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.data.images import ImageBatches
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.report import spread_over, write_report
 from tests.report.test_browser import BROWSER, browse
 

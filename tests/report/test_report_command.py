@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from neuralmean import Detector
 from neuralmean.cli import report_command  # noqa: F401 - registers the command
 from neuralmean.cli.app import app
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import InputError
-from neuralmean.preprocessing import Preprocessing
 from tests.conftest import make_trained
 from tests.report.conftest import noise
 

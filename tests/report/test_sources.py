@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from neuralmean.data.images import ImageBatches
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import InputError
-from neuralmean.images import ImageBatches
-from neuralmean.preprocessing import Preprocessing
 from neuralmean.report.sources import count_images, named_batches, spread_over
 
 ROWS = torch.arange(10.0).view(10, 1, 1, 1)

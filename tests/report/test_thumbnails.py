@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.report.gather import Pictured
 from neuralmean.report.thumbnails import thumbnail
 

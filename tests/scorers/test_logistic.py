@@ -9,12 +9,12 @@ import torch
 
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.scorers.logistic import PENALTIES, LogisticScorer, fold_of_row
-from neuralmean.scorers.logistic_solver import Effort, Problems, Rows, sketch_spectrum, solve
+from neuralmean.scorers.logistic_solver import Effort, Problems, RowBlocks, sketch_spectrum, solve
 from neuralmean.scorers.standardise import column_scale
 
 
 def two_clouds(n_in, n_out, columns, *, apart, seed=0, correlated=True):
-    """Rows of two Gaussian clouds whose columns are correlated, far from zero and of different size."""
+    """RowBlocks of two Gaussian clouds whose columns are correlated, far from zero and of different size."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(columns, columns, generator=generator) / columns**0.5 if correlated else torch.eye(columns)
     shift = apart * torch.randn(columns, generator=generator) / columns**0.5
@@ -233,7 +233,7 @@ class TestSolver:
         share[1] = (torch.arange(120) % 2) / 60
         sign = torch.ones(120, dtype=dtype)
         sign[:60] = -1
-        return Rows(lambda: table.split(50), 120, 6, dtype), Problems(
+        return RowBlocks(lambda: table.split(50), 120, 6, dtype), Problems(
             sign, share, torch.tensor([[1e-1], [1e-2], [1e-6]], dtype=dtype)
         )
 
@@ -276,7 +276,7 @@ class TestSolver:
         table = torch.cat([torch.randn(50, 4) - 20, torch.randn(50, 4) + 20])
         sign = torch.ones(100)
         sign[:50] = -1
-        rows = Rows.of(table)
+        rows = RowBlocks.of(table)
         problems = Problems(sign, torch.full((1, 100), 0.01), torch.tensor([[1e-12]]))
         weights, margins = solve(rows, problems, sketch_spectrum(rows), torch.zeros(1, 5), Effort(1e-7, 100))
         assert weights.isfinite().all()
@@ -284,7 +284,7 @@ class TestSolver:
 
     def test_sketch_finds_the_eigenvectors_of_rows_of_low_rank(self):
         table = torch.randn(600, 12).double() @ torch.randn(12, 300).double()
-        rows = Rows(lambda: table.split(250), 600, 300, torch.float64)
+        rows = RowBlocks(lambda: table.split(250), 600, 300, torch.float64)
         spectrum = sketch_spectrum(rows)
         exact = torch.linalg.eigvalsh(table.T @ table / 600)
         torch.testing.assert_close(spectrum.values.sort().values[-12:], exact[-12:], rtol=1e-6, atol=0)

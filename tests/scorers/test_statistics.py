@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from neuralmean.data.table import Blocks
 from neuralmean.scorers.statistics import (
     Sketch,
     class_means,
@@ -15,7 +16,6 @@ from neuralmean.scorers.statistics import (
     low_rank,
     shrink_means,
 )
-from neuralmean.table import Blocks
 
 
 def test_repeated_and_constant_columns_are_dropped():

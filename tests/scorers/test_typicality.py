@@ -21,13 +21,13 @@ def clustered(n, seed, classes=3, width=20, spread=1.0):
 
 def _reference_far(scorer_rows, rows):
     """The far term from its formula, one number at a time, with class means that need no shrinking to speak of."""
-    classes = scorer_rows.output.argmax(1).tolist()
-    n, k = len(classes), scorer_rows.output.shape[1]
+    classes = scorer_rows.logits.argmax(1).tolist()
+    n, k = len(classes), scorer_rows.logits.shape[1]
     width = scorer_rows.vector.shape[1]
     columns = scorer_rows.vector.double().T.tolist()
     shares, terms = [], []
-    temperature = scorer_rows.output.double().std(1).mean()
-    probabilities = (rows.output.double() / temperature).softmax(1).tolist()
+    temperature = scorer_rows.logits.double().std(1).mean()
+    probabilities = (rows.logits.double() / temperature).softmax(1).tolist()
     for c in range(width):
         values = columns[c]
         grand = sum(values) / n
@@ -57,7 +57,7 @@ def test_the_far_term_equals_its_formula():
 
 def test_the_energy_term_equals_its_formula():
     scorer, rows = TypicalityScorer().fit(clustered(200, 0)), clustered(4, 1)
-    expected = [-math.log(sum(math.exp(value) for value in row)) for row in rows.output.tolist()]
+    expected = [-math.log(sum(math.exp(value) for value in row)) for row in rows.logits.tolist()]
     assert scorer._terms(rows)[:, 4].tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_the_angle_is_minus_the_cosine_to_the_nearest_class():
 def test_an_input_between_the_classes_is_less_typical_than_one_of_a_class():
     train = clustered(500, 0)
     between = clustered(200, 2)
-    between = Observation(between.vector.roll(1, 1), between.output, between.feature.roll(1, 1))
+    between = Observation(between.vector.roll(1, 1), between.logits, between.feature.roll(1, 1))
     scorer = TypicalityScorer().fit(train)
     assert scorer.score(between).min() > scorer.score(clustered(200, 3)).quantile(0.99)
 
@@ -93,7 +93,7 @@ def test_a_model_without_classes_gets_what_is_possible(output):
     )
 
     def strip(rows):
-        return Observation(rows.vector, None if output is None else rows.output[:, :1], None)
+        return Observation(rows.vector, None if output is None else rows.logits[:, :1], None)
 
     scorer = TypicalityScorer().fit(strip(train))
     assert scorer.score(strip(strange)).median() > scorer.score(strip(fresh)).max()
@@ -149,7 +149,7 @@ def test_classes_that_never_occur_change_nothing_and_cost_nothing():
 
     def among_many(observation, places=(5, 70_000, 99_999)):
         logits = torch.full((len(observation), 100_000), -50.0)
-        logits[:, list(places)] = observation.output
+        logits[:, list(places)] = observation.logits
         return Observation(observation.vector, logits, observation.feature)
 
     expected = TypicalityScorer().fit(few)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from neuralmean import Detector
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.data.preprocessing import Preprocessing
 from tests.conftest import make_trained
 
 pytest.importorskip("fastapi")

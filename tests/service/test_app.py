@@ -16,10 +16,10 @@ from PIL import Image
 from torch import nn
 
 from neuralmean import Detector
-from neuralmean.decision import Decision
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector.decision import Decision
 from neuralmean.errors import InputError, MissingExtraError
-from neuralmean.monitor import Monitor
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.service import Settings, bodies, create_app
 from neuralmean.service import app as app_module
 from neuralmean.service.batching import Batcher, Job
@@ -636,7 +636,7 @@ def _unexplained(detector, images):
     """A pass with scores that no layer explains."""
     usual = run_pass(detector, images)
     decision = Decision(usual.decision.score + 100, detector.calibration)
-    vectors = detector.baseline.moments.mean.float().repeat(len(images), 1)
+    vectors = detector.profile.moments.mean.float().repeat(len(images), 1)
     return replace(usual, decision=decision, vectors=vectors)
 
 
@@ -645,7 +645,7 @@ def test_layers_are_named_in_the_log_as_soon_as_it_is_certain(detector, images, 
     shared = _unexplained(detector, images[:8])
     for _ in range(2):
         live.take(images[:8], shared)
-    moved = replace(shared, vectors=shared.vectors + 5 * detector.baseline.moments.std.float())
+    moved = replace(shared, vectors=shared.vectors + 5 * detector.profile.moments.std.float())
     for _ in range(4):
         live.take(images[:8], moved)
     alarm, named = (record.getMessage() for record in caplog.records)
@@ -660,7 +660,7 @@ def test_layers_are_named_after_a_restart_too(detector, images, caplog, tmp_path
     first.save()
     again = Live(Monitor.load(tmp_path / "state", detector), None, n_flagged=0, state=None)
     shared = _unexplained(detector, images[:40])
-    again.take(images[:40], replace(shared, vectors=shared.vectors + 5 * detector.baseline.moments.std.float()))
+    again.take(images[:40], replace(shared, vectors=shared.vectors + 5 * detector.profile.moments.std.float()))
     alarm, named = (record.getMessage() for record in caplog.records)
     assert alarm.startswith("The stream has shifted")
     assert named.startswith("Layers that moved, by the last")

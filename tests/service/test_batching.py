@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from neuralmean.calibration import Calibration
-from neuralmean.decision import Decision
+from neuralmean.detector.decision import Decision
 from neuralmean.errors import InputError
 from neuralmean.service.batching import Batcher, ClientGoneError, Job
 from neuralmean.service.passes import Pass
 from neuralmean.service.refusal import Refusal
+from neuralmean.stats.calibration import Calibration
 
 CALIBRATION = Calibration.of(torch.arange(19.0), 0.05)
 

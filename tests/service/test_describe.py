@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from neuralmean.decision import Explanation
+from neuralmean.detector.decision import Explanation
 from neuralmean.service.describe import describe_detector, describe_p_value, describe_reason, layer_profile
 
 

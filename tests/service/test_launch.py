@@ -16,12 +16,10 @@ import pytest
 import torch
 
 from neuralmean import Detector
+from neuralmean.detector.saved import SavedDetector
 from neuralmean.errors import InputError, NeuralMeanError
-from neuralmean.opening import Opened
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server
-from neuralmean.service.workers import make_runners
-from neuralmean.traced import TracedObserver
 from tests.conftest import TinyNet
 from tests.service.conftest import PREPROCESSING, png
 
@@ -43,17 +41,6 @@ def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
     assert load_served(saved, name="other", model=SPEC).name == "other"
 
 
-def test_a_detector_is_served_frozen_on_request(saved, detector, images):
-    served = load_served(saved, freeze=True)
-    assert isinstance(served.detector._observer, TracedObserver)
-    runners = make_runners(served.detector, PREPROCESSING.example(), 2)
-    graphs = {id(runner._observer._graph) for runner in runners}
-    assert graphs == {id(served.detector._observer._graph)}  # folded, where the service would make one that is not
-    for runner in runners:
-        found = runner(images[:3], alone=False).decision.score
-        torch.testing.assert_close(found, detector.score(images[:3]), rtol=1e-4, atol=1e-4)
-
-
 def test_images_of_any_size_are_not_served_frozen(detector, tmp_path):
     free = replace(PREPROCESSING, size=None)
     detector.save(tmp_path / "free.nmd", info={"model": SPEC, "preprocessing": free.to_json()})
@@ -73,7 +60,7 @@ def test_a_model_that_cannot_be_frozen_is_told_with_the_way_out(images):
 
     net = Choosy()
     net(images)  # in training mode
-    opened = Opened(Detector(net.eval(), scorer="average").calibrate(images[:50]), PREPROCESSING)
+    opened = SavedDetector(Detector(net.eval(), scorer="average").calibrate(images[:50]), PREPROCESSING)
     with pytest.raises(
         InputError, match=r"^Expected Choosy to be a fixed graph .* without a graph\. Leave out --freeze\.$"
     ):

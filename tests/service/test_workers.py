@@ -11,7 +11,6 @@ from neuralmean import Detector
 from neuralmean.service import workers
 from neuralmean.service.passes import run_pass
 from neuralmean.service.workers import Runner, Threads, make_runners, on_own_thread, twin
-from neuralmean.traced import TracedObserver
 from tests.conftest import make_trained
 
 ONE = Threads(1, 1)
@@ -93,47 +92,6 @@ def test_a_pass_runs_with_the_threads_of_its_kind(detector, images):
     assert torch.get_num_threads() == 1
 
 
-def test_workers_run_the_model_as_one_graph_and_say_what_it_says(detector, images):
-    runners = make_runners(detector, images[:1], 2)
-    calls = []
-    for runner in runners:
-        assert isinstance(runner._observer, TracedObserver)
-        runner._detector.model.register_forward_hook(lambda *_: calls.append(1))
-    for count in (1, 7, 20):
-        output, decision = detector(images[:count])
-        calls.clear()
-        for runner in runners:
-            found = runner(images[:count], torch.tensor([0]), alone=False)
-            torch.testing.assert_close(found.decision.score, decision.score)
-            torch.testing.assert_close(found.output, output)
-            assert found.explanation is not None
-        assert calls == []
-
-
-def test_a_frozen_detector_is_ready_for_single_inputs_and_several_before_the_first_request(detector, images):
-    runners = make_runners(detector.freeze(images[:1]), images[:1], 2)
-    graph = detector._observer._graph
-    ready = set(graph._made)
-    assert ready >= {(True, 1), (False, 1)}
-    for alone in (False, True):
-        for count in (1, 3):
-            runners[0](images[:count], alone=alone)
-    runners[1](images[:9], alone=False)
-    assert set(graph._made) == ready
-
-
-def test_a_frozen_detector_of_tensors_is_frozen_on_every_worker(detector, images):
-    runners = make_runners(detector.freeze(images[:1]), None, 2)
-    assert len(runners) == 2
-    assert {runner._observer._graph for runner in runners} == {detector._observer._graph}
-
-
-def test_a_detector_that_is_frozen_for_another_size_is_served_as_a_graph_of_the_size_that_is_served(detector, images):
-    detector.freeze(images[:1, :, :6, :6])
-    for runner in make_runners(detector, images[:1], 2):
-        assert runner._observer.shape == images.shape[1:]
-
-
 class _Choosy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,14 +99,6 @@ class _Choosy(nn.Module):
 
     def forward(self, x):
         return self.body(x) if x.sum() > 0 else self.body(-x)
-
-
-def test_a_model_that_looks_at_values_runs_layer_by_layer(images):
-    detector = Detector(_Choosy(), scorer="average").calibrate(images[:50])
-    runners = make_runners(detector, images[:1], 2)
-    assert [runner._observer for runner in runners] == [None, None]
-    for x in (images[:3], -images[:3]):
-        assert torch.equal(runners[1](x, alone=False).decision.score, detector.score(x))
 
 
 class _Layout(nn.Module):

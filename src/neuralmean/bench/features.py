@@ -26,13 +26,13 @@ from torch import Tensor
 from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
-from neuralmean.data import Batch
+from neuralmean.data.batch import Batch
+from neuralmean.data.progress import track
 from neuralmean.errors import ArtefactError, NeuralMeanWarning
-from neuralmean.files import locked, write_atomically
-from neuralmean.fingerprint import fingerprint
-from neuralmean.layers import Layer, select_layers
-from neuralmean.observer import FIND_HEAD, Observer, Rows
-from neuralmean.progress import track
+from neuralmean.files.atomic import locked, write_atomically
+from neuralmean.models.fingerprint import fingerprint
+from neuralmean.models.layers import Layer, select_layers
+from neuralmean.recording.observer import FIND_HEAD, ChannelStats, Observer
 
 FORMAT = 1
 PART = 500  # images in one part of an entry
@@ -70,7 +70,7 @@ def compute(trained: TrainedModel, images: ImageSet, *, variance: bool = False) 
     observer = Observer(trained.model, layers, variance=variance, head=FIND_HEAD)
     begun = time.perf_counter()
     rows = _observe(observer, trained, images, 0, len(images))
-    return Features(layers, rows.means, rows.variances, rows.output, rows.feature, seconds=time.perf_counter() - begun)
+    return Features(layers, rows.means, rows.variances, rows.logits, rows.feature, seconds=time.perf_counter() - begun)
 
 
 class Store:
@@ -218,9 +218,9 @@ class _Entry:
             self._complain(f"{lost} of {len(claimed)} parts have another digest")
             self._write_index()
 
-    def write(self, part: int, rows: Rows, seconds: float) -> None:
+    def write(self, part: int, rows: ChannelStats, seconds: float) -> None:
         """Put the rows of one part on disk, then say in the index that they are there."""
-        tensors = dict(zip(ARRAYS, (rows.means, rows.variances, rows.output, rows.feature), strict=True))
+        tensors = dict(zip(ARRAYS, (rows.means, rows.variances, rows.logits, rows.feature), strict=True))
         arrays = {
             name: np.ascontiguousarray(value.float().numpy()) for name, value in tensors.items() if value is not None
         }
@@ -289,13 +289,13 @@ class _Entry:
         )
 
 
-def _observe(observer: Observer, trained: TrainedModel, images: ImageSet, start: int, stop: int) -> Rows:
+def _observe(observer: Observer, trained: TrainedModel, images: ImageSet, start: int, stop: int) -> ChannelStats:
     pieces = []
     with torch.no_grad():
         for first in range(start, stop, BATCH):
             pixels = trained.preprocess(images.images[first : min(stop, first + BATCH)])
             pieces.append(observer.observe(Batch((pixels,)), name=images.name)[1])
-    return Rows.cat(pieces)
+    return ChannelStats.cat(pieces)
 
 
 def _key(trained: TrainedModel, images: ImageSet, layers: Sequence[Layer], variance: bool) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.data.augmentation import permute_blocks
 from neuralmean.errors import InputError
-from neuralmean.synthesis import permute_blocks
 
 Protocol = Literal["full-access", "few-shot", "zero-shot", "transfer"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)

@@ -16,7 +16,7 @@ from neuralmean.bench.experiments import paper
 from neuralmean.bench.experiments.remarks import REMARKS
 from neuralmean.bench.results import Row, read_rows
 from neuralmean.errors import InputError
-from neuralmean.files import write_atomically
+from neuralmean.files.atomic import write_atomically
 
 DAGGER = "†"
 NOTHING, MINUS = "\u2013", "\u2212"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neuralmean.errors import ArtefactError, InputError
-from neuralmean.files import locked, write_atomically
+from neuralmean.files.atomic import locked, write_atomically
 
 COLUMNS = (
     "experiment",

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from neuralmean import memory
+from neuralmean import __version__
 from neuralmean.errors import NeuralMeanError, NeuralMeanWarning, UsageError
-from neuralmean.version import __version__
+from neuralmean.models import allocator as memory
 
 app = typer.Typer(
     name="nmd",
@@ -31,7 +31,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         import torch
 
-        from neuralmean.artefact import FORMAT_VERSION
+        from neuralmean.files.artefact import FORMAT_VERSION
 
         typer.echo(f"neuralmean {__version__}, torch {torch.__version__}, file format {FORMAT_VERSION}")
         raise typer.Exit

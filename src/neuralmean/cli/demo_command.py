@@ -24,7 +24,7 @@ def demo(
     seed: Annotated[int, typer.Option("--seed", help="Seed of data split and training.")] = 0,
 ) -> None:
     """Train a small model on digits 0 to 7, then tell it digits 8 and 9 and photo patches apart."""
-    from neuralmean import demo as job
+    from neuralmean.cli import demo as job
 
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,9 @@ def explain(
     weights: options.Weights = None,
 ) -> None:
     """Show how much each layer adds to the score of an image."""
-    from neuralmean.images import ImageBatches
-    from neuralmean.images.arrays import row_name, split_name
-    from neuralmean.opening import open_saved
+    from neuralmean.data.images import ImageBatches
+    from neuralmean.data.images.arrays import row_name, split_name
+    from neuralmean.detector.saved import open_saved
 
     if format_ not in ("table", "json"):
         raise UsageError(f"Expected --format to be table or json, but got {format_!r}.")

@@ -21,8 +21,8 @@ def export(
 ) -> None:
     """Write the model with its detector as one graph; outputs: the model's own, score, p_value, is_ood."""
     from neuralmean import export as work
-    from neuralmean.files import check_target
-    from neuralmean.opening import open_saved
+    from neuralmean.detector.saved import open_saved
+    from neuralmean.files.atomic import check_target
 
     if out.suffix not in (".onnx", ".pt2"):
         raise UsageError(f"Expected --out to end in .onnx or .pt2, but got {str(out)!r}.")

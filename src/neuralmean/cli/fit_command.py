@@ -52,12 +52,12 @@ def fit(
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a detector to a model and save it."""
-    from neuralmean.calibration import check_rate
-    from neuralmean.detector import Detector
-    from neuralmean.discrepancy import check_statistic
-    from neuralmean.files import check_target
-    from neuralmean.fitting import check_scorer
-    from neuralmean.scoring import CountedBatches
+    from neuralmean.detector.detector import Detector
+    from neuralmean.detector.fitting import check_scorer
+    from neuralmean.files.atomic import check_target
+    from neuralmean.jobs import CountedBatches
+    from neuralmean.stats.calibration import check_rate
+    from neuralmean.stats.discrepancy import check_statistic
 
     options.check_engine(engine)
     with options.usage():
@@ -85,7 +85,7 @@ def fit(
 
     with options.progress(quiet):
         if engine == "ray":
-            from neuralmean import distributed
+            from neuralmean.jobs import cluster as distributed
 
             detector = distributed.fit(
                 resolved.model, id_data, ood, held_out=held_out, preprocessing=how, layers=layers or None,

@@ -25,7 +25,7 @@ def inspect(
     if model.endswith(".nmd"):
         _inspect_saved(model)
         return
-    from neuralmean.inspection import inspect_model
+    from neuralmean.detector.inspection import inspect_model
 
     resolved = options.resolve_spec(model, weights, mean, std, size)
     found = inspect_model(resolved.model, layers or None, resolved.preprocessing)
@@ -38,7 +38,7 @@ def inspect(
 
 
 def _inspect_saved(path: str) -> None:
-    from neuralmean.inspection import describe_saved
+    from neuralmean.detector.inspection import describe_saved
 
     for line in describe_saved(path):
         typer.echo(line)

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from neuralmean.data.images import Unreadable
+from neuralmean.data.progress import showing
 from neuralmean.errors import InputError, UsageError
-from neuralmean.images import Unreadable
-from neuralmean.modelspec import ResolvedModel, resolve
-from neuralmean.progress import showing
+from neuralmean.models.spec import ResolvedModel, resolve
 
 Saved = Annotated[Path, typer.Argument(metavar="model.nmd", help="A file that `nmd fit` wrote.", show_default=False)]
 Spec = Annotated[

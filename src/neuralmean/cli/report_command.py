@@ -42,9 +42,9 @@ def report(
     quiet: options.Quiet = False,
 ) -> None:
     """Write an HTML report: scores, ROC curves, figures with intervals, layers, and the images themselves."""
-    from neuralmean.opening import open_saved
+    from neuralmean.detector.saved import open_saved
+    from neuralmean.jobs import CountedBatches
     from neuralmean.report import spread_over, write_report
-    from neuralmean.scoring import CountedBatches
 
     named = options.named_paths(ood)
     opened = open_saved(saved, model=model, weights=weights)

@@ -14,8 +14,8 @@ from neuralmean.cli.app import app
 from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from neuralmean.images import Unreadable
-    from neuralmean.scoring import Row, Tally
+    from neuralmean.data.images import Unreadable
+    from neuralmean.jobs import ScoreRow, Tally
 
 _EPILOG = (
     "Example: `nmd score model.nmd photos/ --format json`, or `nmd score model.nmd photos/ --out scores.csv --resume`. "
@@ -50,9 +50,9 @@ def score(
     quiet: options.Quiet = False,
 ) -> None:
     """Say of each image how unusual it is: path, score, p-value, is_ood."""
-    from neuralmean.artefact import Artefact
-    from neuralmean.opening import open_saved
-    from neuralmean.scoring import ScoreFile, Tally, format_of, score_images
+    from neuralmean.detector.saved import open_saved
+    from neuralmean.files.artefact import Artefact
+    from neuralmean.jobs import ScoreFile, Tally, format_of, score_images
 
     options.check_engine(engine)
     if resume and out is None:
@@ -66,7 +66,7 @@ def score(
     if freeze:
         opened.freeze()
 
-    def batches(skip: Callable[[str], bool] | None) -> Iterator[list[Row]]:
+    def batches(skip: Callable[[str], bool] | None) -> Iterator[list[ScoreRow]]:
         return score_images(
             opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
             on_unreadable=options.tell_unreadable, skip=skip,
@@ -74,7 +74,7 @@ def score(
 
     with options.progress(quiet):
         if engine == "ray":
-            from neuralmean import distributed
+            from neuralmean.jobs import cluster as distributed
 
             def tell(note: Unreadable) -> None:
                 tally.unreadable += 1
@@ -100,8 +100,8 @@ def score(
     _finish(tally, quiet, fail_on_ood, paths)
 
 
-def _print(kind: str, parts: Iterator[list[Row]], tally: Tally) -> None:
-    from neuralmean.scoring import format_rows
+def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
+    from neuralmean.jobs import format_rows
 
     with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must not outlive a stdout that fails
         for index, rows in enumerate(parts):

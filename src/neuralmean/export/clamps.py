@@ -1,6 +1,6 @@
 """Batch norms and the ReLUs behind them as one comparison, in an ONNX graph.
 
-See `neuralmean.clamping` for the numbers.
+See `neuralmean.export.clamping` for the numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from neuralmean.clamping import Clamp, to_clamp
+from neuralmean.export.clamping import Clamp, to_clamp
 from neuralmean.export.onnx_graph import Chain, Graph, option, pads_nothing
 
 if TYPE_CHECKING:

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from neuralmean.data import Batch
-from neuralmean.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy, scale_of
+from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError, NotFittedError
-from neuralmean.fitting import needs_of
-from neuralmean.layers import unwrap
-from neuralmean.recorder import RecordingModule
+from neuralmean.models.layers import unwrap
+from neuralmean.recording import RecordingModule
 from neuralmean.scorers import Observation
+from neuralmean.scorers.contract import needs_of
+from neuralmean.stats.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy, scale_of
 
 if TYPE_CHECKING:
-    from neuralmean.detector import Detector
+    from neuralmean.detector.detector import Detector
 
 
 class DetectorGraph(nn.Module):
@@ -51,10 +51,9 @@ class DetectorGraph(nn.Module):
         self.scorer = copy.deepcopy(detector.scorer)
         self.recording = RecordingModule(
             unwrap(detector.model),
-            detector._layers,
+            detector.watched,
             variance=self.statistic != "mean",
             head=detector.head,
-            behind=True,
         )
         self.register_buffer("reference_mean", detector.reference.mean.float())
         if self.statistic != "mean" and detector.reference.std is not None:

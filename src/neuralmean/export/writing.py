@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from neuralmean.artefact import FORMAT_VERSION
-from neuralmean.cascade import full_of
-from neuralmean.data import Batch, to_batch
+from neuralmean import __version__
+from neuralmean.data.batch import Batch, to_batch
+from neuralmean.detector.early_exit import full_of
+from neuralmean.detector.saving import to_artefact
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.export.arranging import arrange
 from neuralmean.export.detector_graph import DetectorGraph, input_names
-from neuralmean.files import write_atomically
-from neuralmean.layers import unwrap
-from neuralmean.running import Modules, blaming_input, device_of, evaluating
-from neuralmean.saving import to_artefact
+from neuralmean.files.artefact import FORMAT_VERSION
+from neuralmean.files.atomic import write_atomically
+from neuralmean.models.execution import Modules, device_of, eval_mode, translate_input_errors
+from neuralmean.models.layers import unwrap
 from neuralmean.scorers import VectorScorer
-from neuralmean.version import __version__
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from neuralmean.detector import Detector
+    from neuralmean.detector.detector import Detector
 
 METADATA_KEY = "neuralmean"
 VERDICTS = ("score", "p_value", "is_ood")
@@ -107,7 +107,7 @@ def _trace(
     detector: Detector, example_input: Any, input_shape: Sequence[int] | None
 ) -> tuple[ExportedProgram, list[str], list[str]]:
     """Return the traced graph, the names of its inputs and of its outputs."""
-    detector._watch.check()
+    detector.check_weights()
     if (device := device_of(detector.model.modules())).type != "cpu":
         raise InputError(f"Expected a model on the CPU to export, but got one on {device}. Move it: `model.cpu()`.")
     batch = _example(example_input, input_shape)
@@ -116,10 +116,10 @@ def _trace(
     values = (*batch.args, *batch.kwargs.values())
     size, rows = len(batch), torch.export.Dim("batch")
     shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
-    with torch.no_grad(), evaluating(Modules(graph)), warnings.catch_warnings():
+    with torch.no_grad(), eval_mode(Modules(graph)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
         given = "input_shape" if example_input is None else "example_input"
-        with blaming_input(unwrap(detector.model), batch, given):
+        with translate_input_errors(unwrap(detector.model), batch, given):
             output = graph(*values)[0]
         program = _export(graph, values, shapes)
     return program, list(names), [*_output_names(output), *VERDICTS]

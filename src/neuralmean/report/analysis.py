@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neuralmean import fitting, metrics
-from neuralmean.detector import Detector
-from neuralmean.discrepancy import pool_batch, vector_layers
-from neuralmean.metrics import Interval, Metrics, RocCurve
-from neuralmean.observer import Rows
+from neuralmean.detector.detector import Detector
+from neuralmean.recording.observer import ChannelStats
 from neuralmean.report.gather import Scores, SetResult
+from neuralmean.stats import metrics
+from neuralmean.stats.metrics import Interval, Metrics, RocCurve
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BATCHES = 200
@@ -158,12 +157,12 @@ def weight_by_layer(detector: Detector) -> Scores | None:
     weight = getattr(detector.scorer, "weight_", None)
     if getattr(detector.scorer, "name", None) != "logistic" or not isinstance(weight, Tensor):
         return None
-    column = vector_layers(detector._layers, detector.statistic)
+    column = detector.column_layers
     total = torch.zeros(len(detector.layers), dtype=torch.float64).index_add_(0, column, weight.abs().double())
     return (total / torch.bincount(column, minlength=len(total))).numpy()
 
 
-def batch_scores(detector: Detector, rows: Rows, *, size: int, batches: int = BATCHES, seed: int = 0) -> Scores:
+def batch_scores(detector: Detector, rows: ChannelStats, *, size: int, batches: int = BATCHES, seed: int = 0) -> Scores:
     """Score random batches as `Detector.score_batch` does, from rows that are there already; higher = more OOD.
 
     No image is in two batches, as far as there are enough.
@@ -179,18 +178,10 @@ def batch_scores(detector: Detector, rows: Rows, *, size: int, batches: int = BA
     whole = len(rows) // size
     orders = [torch.randperm(len(rows), generator=generator)[: whole * size] for _ in range(-(-batches // whole))]
     chosen = torch.cat(orders)[: batches * size].reshape(batches, size)
-    own = getattr(detector.scorer, "score_batch", None)
-    if own is not None:
-        observation = detector._observation(rows)
-        return np.array([float(own(fitting.view_of(detector.scorer, observation[one]))) for one in chosen])
-    pooled = [pool_batch(rows.means[one], None if rows.variances is None else rows.variances[one]) for one in chosen]
-    means = torch.cat([mean for mean, _ in pooled])
-    spreads = [variance for _, variance in pooled if variance is not None]
-    both = Rows(means, torch.cat(spreads) if spreads else None)
-    return fitting.score_rows(detector.scorer, detector._observation(both)).double().numpy()
+    return np.array([detector.score_pooled(rows[one]) for one in chosen])
 
 
-def _by_batch(detector: Detector, inside: Rows, outside: Rows) -> dict[int, tuple[float, Interval]]:
+def _by_batch(detector: Detector, inside: ChannelStats, outside: ChannelStats) -> dict[int, tuple[float, Interval]]:
     found = {}
     with torch.no_grad():
         for size in BATCH_SIZES[1:]:

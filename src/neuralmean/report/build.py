@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from neuralmean.detector import Detector
+from neuralmean.data.images.arrays import split_name
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector.detector import Detector
 from neuralmean.errors import InputError, MissingExtraError
-from neuralmean.files import check_target, write_atomically
-from neuralmean.images.arrays import split_name
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.files.atomic import check_target, write_atomically
 from neuralmean.report import analysis, describe, plots, svg
 from neuralmean.report.analysis import Comparison, wilson
-from neuralmean.report.gather import Pictured, SetResult, gather, part_names
+from neuralmean.report.gather import Pictured, SetResult, gather
 from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
@@ -83,13 +83,13 @@ def _content(
     found = [analysis.compare(detector, inside, one) for one in outside]
     return {
         "generated": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "rate": detector._calibrated().false_alarm_rate,
+        "rate": detector.false_alarm_rate,
         "threshold": detector.threshold,
         "guarantee": detector.guarantee,
         "scorer": getattr(detector.scorer, "name", type(detector.scorer).__name__),
         "facts": describe.facts(detector),
         "cautions": describe.cautions(detector, inside, outside, info),
-        "layers": [(layer.name, layer.kind, layer.channels) for layer in detector._layers],
+        "layers": [(layer.name, layer.kind, layer.channels) for layer in detector.watched],
         "sets": _sets(inside, outside, info),
         "rows": [_row(index, one) for index, one in enumerate(found, start=1)],
         "plots": _plots(detector, inside, outside, found),
@@ -102,7 +102,7 @@ def _content(
 
 def _check(detector: Detector, ood_sets: Mapping[str, Any], path: Path, limit: int | None) -> None:
     """Raise what would otherwise be raised after minutes of work."""
-    detector._calibrated()
+    detector.calibrated()
     if not isinstance(ood_sets, Mapping) or not ood_sets:
         raise InputError(f"Expected `ood_sets` to be at least one set of images by name, but got {ood_sets!r}.")
     if limit is not None and limit < 1:
@@ -199,7 +199,7 @@ def _plots(
 def _shares(detector: Detector, inside: SetResult, outside: list[SetResult]) -> list[dict[str, Any]]:
     """Where the mean score of each set above that of ID comes from: all layers together, then terms of no layer."""
     excess = [analysis.excess_by_part(inside, one) for one in outside]
-    n_layers, names = len(detector.layers), part_names(detector, inside)
+    n_layers, names = len(detector.layers), inside.part_names
     rows: list[dict[str, Any]] = []
     for index, name in enumerate(["All layers", *(_TERMS.get(term, term) for term in names[n_layers:])]):
         part = slice(0, n_layers) if index == 0 else slice(n_layers + index - 1, n_layers + index)

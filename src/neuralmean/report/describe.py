@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from neuralmean.detector import Detector
-from neuralmean.layers import unwrap
+from neuralmean import __version__
+from neuralmean.detector.detector import Detector
+from neuralmean.models.layers import unwrap
 from neuralmean.report.analysis import wilson
 from neuralmean.report.gather import SetResult
-from neuralmean.version import __version__
 
 _REFERENCE = {
     "batchnorm": "the model's batch-norm buffers: training means without a pass over data",
@@ -50,12 +50,12 @@ def model_name(detector: Detector) -> str:
 
 def facts(detector: Detector) -> list[Fact]:
     """Say what was fitted on what."""
-    fitted, calibration = detector.fitted, detector._calibrated()
+    fitted, calibration = detector.fitted, detector.calibrated()
     scorer = getattr(detector.scorer, "name", type(detector.scorer).__name__)
     options = detector.scorer.get_options() if hasattr(detector.scorer, "get_options") else {}
     lines = [
         Fact("Model", model_name(detector), type(unwrap(detector.model)).__name__),
-        Fact("Weights", f"sha256 {detector._watch.digest[:16]}…", _text(detector.info.get("weights"))),
+        Fact("Weights", f"sha256 {detector.fingerprint[:16]}…", _text(detector.info.get("weights"))),
         Fact(
             "Watched",
             f"{len(detector.layers)} layers, {len(detector.channels):,} channels",
@@ -88,7 +88,7 @@ def cautions(
 ) -> list[str]:
     """Say what a reader of the figures must know before trusting them."""
     found = []
-    rate = detector._calibrated().false_alarm_rate
+    rate = detector.false_alarm_rate
     interval = wilson(inside.flagged, len(inside))
     if interval.low > 100 * rate:
         found.append(

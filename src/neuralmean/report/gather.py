@@ -15,15 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neuralmean import fitting
-from neuralmean.detector import Detector
-from neuralmean.discrepancy import sum_by_layer, vector_layers
+from neuralmean.data.progress import track
+from neuralmean.detector.detector import Detector
+from neuralmean.detector.observed import Observed
 from neuralmean.errors import InputError
-from neuralmean.moments import Moments
-from neuralmean.observer import Rows
-from neuralmean.progress import track
+from neuralmean.recording.observer import ChannelStats
 from neuralmean.report.sources import count_images, named_batches
-from neuralmean.scorers import Observation
+from neuralmean.stats.moments import Moments
 
 GALLERY = 8  # images at each end
 SAMPLE_ROWS = 3200  # 100 batches of 32
@@ -64,7 +62,8 @@ class SetResult:
     scores: Scores
     flagged: float
     parts: Moments | None
-    sample: Rows
+    part_names: list[str]
+    sample: ChannelStats
     sample_parts: Tensor | None
     most: list[Pictured]
     least: list[Pictured]
@@ -87,10 +86,11 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
     Raises:
         InputError: No image came out of `data`.
     """
-    detector._watch.check()
-    threshold, calibration = detector.threshold, detector._calibrated()
+    detector.check_weights()
+    threshold, calibration = detector.threshold, detector.calibrated()
     scores: list[Tensor] = []
     moments: Moments | None = None
+    part_names: list[str] = []
     sample, ends = _Sample(seed), _Ends()
     batches = named_batches(data, name=name, limit=limit)
     shown = track(
@@ -98,13 +98,13 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
     )
     with torch.no_grad():
         for batch, names in shown:
-            rows = detector._observer.observe(batch, name=name)[1]
-            observation = detector._observation(rows)
-            found = fitting.score_rows(detector.scorer, observation).cpu()
-            parts = contributions(detector, observation)
+            seen = next(detector.observe_each([batch], name=name))
+            found = seen.score.cpu()
+            parts, part_names = contributions(seen) or (None, [])
             if parts is not None:
                 moments = Moments.of(parts) if moments is None else moments + Moments.of(parts)
-            sample.add(rows, parts)
+            if seen.stats is not None:
+                sample.add(seen.stats, parts)
             ends.add(found, calibration.p_value(found), names, batch.first, parts)
             scores.append(found.double())
     if not scores:
@@ -116,6 +116,7 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
         scores=joined.numpy(),
         flagged=float((joined > threshold).double().mean()),
         parts=moments,
+        part_names=part_names,
         sample=kept,
         sample_parts=kept_parts,
         most=ends.most(),
@@ -124,24 +125,19 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
     )
 
 
-def contributions(detector: Detector, observation: Observation) -> Tensor | None:
-    """Return what each layer and then each term adds to the scores, shape (N, L + T); None where nobody can say."""
+def contributions(seen: Observed) -> tuple[Tensor, list[str]] | None:
+    """Return what each layer and then each term adds to the scores, shape (N, L + T), with names; None where unknown."""
     try:
         with torch.enable_grad():  # scorers without `contributions` are explained by their gradient
-            by_channel, terms, _ = fitting.contributions_of(detector.scorer, observation)
+            explained = seen.explain()
     except InputError:
         return None
-    columns = vector_layers(detector._layers, detector.statistic)
-    by_layer = sum_by_layer(by_channel.detach(), columns, len(detector.layers))
-    return torch.cat([by_layer, *(term.detach().unsqueeze(1).to(by_layer.dtype) for term in terms.values())], dim=1)
-
-
-def part_names(detector: Detector, result: SetResult) -> list[str]:
-    """Name the columns of `SetResult.parts`: the layers, then the scorer's terms."""
-    if result.parts is None:
-        return []
-    _, terms, _ = fitting.contributions_of(detector.scorer, detector._observation(result.sample[:1]))
-    return [*detector.layers, *("rest" if term == "constant" else term for term in terms)]
+    if explained is None:
+        return None
+    by_layer = explained.by_layer.detach()
+    terms = [term.detach().unsqueeze(1).to(by_layer.dtype) for term in explained.terms.values()]
+    names = [*explained.layers, *("rest" if term == "constant" else term for term in explained.terms)]
+    return torch.cat([by_layer, *terms], dim=1), names
 
 
 class _Sample:
@@ -149,12 +145,12 @@ class _Sample:
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._kept: list[tuple[Rows, Tensor | None]] = []
+        self._kept: list[tuple[ChannelStats, Tensor | None]] = []
         self._seen = 0
 
-    def add(self, rows: Rows, parts: Tensor | None) -> None:
+    def add(self, rows: ChannelStats, parts: Tensor | None) -> None:
         width = sum(
-            part.shape[1] for part in (rows.means, rows.variances, rows.output, rows.feature) if part is not None
+            part.shape[1] for part in (rows.means, rows.variances, rows.logits, rows.feature) if part is not None
         )
         capacity = max(64, min(SAMPLE_ROWS, SAMPLE_BYTES // (4 * width)))
         for row in range(len(rows)):
@@ -162,20 +158,20 @@ class _Sample:
             self._seen += 1
             if place < capacity:
                 # A slice alone would keep the memory of its whole batch.
-                one = Rows(*(None if p is None else p[row : row + 1].clone() for p in _columns(rows)))  # type: ignore[arg-type]
+                one = ChannelStats(*(None if p is None else p[row : row + 1].clone() for p in _columns(rows)))  # type: ignore[arg-type]
                 item = one, None if parts is None else parts[row : row + 1].clone()
                 if place == len(self._kept):
                     self._kept.append(item)
                 else:
                     self._kept[place] = item
 
-    def rows(self) -> tuple[Rows, Tensor | None]:
+    def rows(self) -> tuple[ChannelStats, Tensor | None]:
         parts = [part for _, part in self._kept if part is not None]
-        return Rows.cat([rows for rows, _ in self._kept]), torch.cat(parts) if parts else None
+        return ChannelStats.cat([rows for rows, _ in self._kept]), torch.cat(parts) if parts else None
 
 
-def _columns(rows: Rows) -> tuple[Tensor | None, ...]:
-    return rows.means, rows.variances, rows.output, rows.feature
+def _columns(rows: ChannelStats) -> tuple[Tensor | None, ...]:
+    return rows.means, rows.variances, rows.logits, rows.feature
 
 
 class _Ends:

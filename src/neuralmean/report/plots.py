@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from neuralmean.metrics import RocCurve
 from neuralmean.report.analysis import Comparison, Histogram
 from neuralmean.report.gather import Scores
 from neuralmean.report.svg import Box, Canvas, Scale, label, names_axis, names_room, shorten, x_axis, y_axis
+from neuralmean.stats.metrics import RocCurve
 
 WIDE, NARROW, HALF = 900, 360, 390
 _SERIES = 7  # colours of the palette, after that of ID

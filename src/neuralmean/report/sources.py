@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from neuralmean.data import Batch, to_batch, to_batches
+from neuralmean.data.batch import Batch, to_batch, to_batches
+from neuralmean.data.images import find_inputs
+from neuralmean.data.images.arrays import ArrayFile, row_name
 from neuralmean.errors import InputError
-from neuralmean.images import find_inputs
-from neuralmean.images.arrays import ArrayFile, row_name
 
 
 def named_batches(data: Any, *, name: str, limit: int | None = None) -> Iterator[tuple[Batch, list[str | None]]]:

@@ -127,7 +127,7 @@ class Canvas:
     def text(
         self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", turn: float = 0, title: str = ""
     ) -> None:
-        """Write text with its baseline at `y`, turned by `turn` degrees."""
+        """Write text with its profile at `y`, turned by `turn` degrees."""
         turned = f' transform="rotate({_n(turn)} {_n(x)} {_n(y)})"' if turn else ""
         inner = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from neuralmean.data.images import Unreadable, read_image
+from neuralmean.data.preprocessing import Preprocessing, as_8bit
 from neuralmean.errors import InputError
-from neuralmean.images import Unreadable, read_image
-from neuralmean.preprocessing import Preprocessing, as_8bit
 from neuralmean.report.gather import Pictured
 
 SIDE = 96

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 from typing_extensions import Self
 
+from neuralmean.data.table import parts_of, take
 from neuralmean.errors import InputError, NotFittedError
-from neuralmean.table import parts_of, take
 
 JSON = str | int | float | bool | None | list[Any] | dict[str, Any]
 
@@ -25,7 +25,7 @@ class Observation:
     """What one forward pass showed of N inputs: the discrepancy vector and what a scorer may also need."""
 
     vector: Tensor  # (N, D)
-    output: Tensor | None = None  # (N, K) the model's logits
+    logits: Tensor | None = None  # (N, K) the model's logits
     feature: Tensor | None = None  # (N, F) the input of the model's last linear layer
 
     def __len__(self) -> int:
@@ -45,8 +45,8 @@ class Observation:
         return Observation(*(None if part is None else take(part, chosen) for part in self.parts()))  # type: ignore[arg-type]
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Vector, output and feature, in this order."""
-        return self.vector, self.output, self.feature
+        """Vector, logits and feature, in this order."""
+        return self.vector, self.logits, self.feature
 
 
 class Scores(Protocol):
@@ -74,7 +74,7 @@ class VectorScorer:
     """
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[str]] = frozenset()  # of "output" and "feature"
+    needs: ClassVar[frozenset[str]] = frozenset()  # of "logits" and "feature"
     uses_outliers: ClassVar[bool] = False  # whether `fit` needs out-of-distribution rows
     options: ClassVar[tuple[str, ...]] = ()
     learnt: ClassVar[tuple[str, ...]] = ()

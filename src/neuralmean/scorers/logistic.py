@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from neuralmean.data.table import Blocks, fits_in_memory
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import VectorScorer, check_two_classes
-from neuralmean.scorers.logistic_solver import Effort, Problems, Rows, Spectrum, sketch_spectrum, solve
+from neuralmean.scorers.logistic_solver import Effort, Problems, RowBlocks, Spectrum, sketch_spectrum, solve
 from neuralmean.scorers.standardise import column_scale
-from neuralmean.table import Blocks, fits_in_memory
 
 PENALTIES = torch.logspace(-4, 4, 10, dtype=torch.float64)  # sklearn's C: the larger, the less is penalised
 FOLDS = 5
@@ -76,9 +76,9 @@ class LogisticScorer(VectorScorer):
         table.sub_(self.mean_).div_(self.scale_)
         if len(table) <= _FEW_ROWS:
             table, basis = _rotate(table)
-            weights = basis @ self._fit_rows(Rows.of(table), is_ood, _FEW, _FEW)
+            weights = basis @ self._fit_rows(RowBlocks.of(table), is_ood, _FEW, _FEW)
         else:
-            weights = self._fit_rows(Rows.of(table), is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY)
+            weights = self._fit_rows(RowBlocks.of(table), is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY)
         self.weight_ = weights.float() * varies
         self.forget_derived()
         return self
@@ -107,7 +107,7 @@ class LogisticScorer(VectorScorer):
                 f"in-distribution and {int(is_ood.sum())} OOD rows. Pass chunks that hold both."
             )
         self.mean_, self.scale_, varies = column_scale(lambda: (block.float() for block, _ in chunks()))
-        rows = Rows(lambda: (self._standardise(block) for block, _ in chunks()), len(is_ood), len(self.mean_))
+        rows = RowBlocks(lambda: (self._standardise(block) for block, _ in chunks()), len(is_ood), len(self.mean_))
         self.weight_ = self._fit_rows(rows, is_ood, _FOLDS_OF_MANY, _REFIT_OF_MANY) * varies
         self.forget_derived()
         return self
@@ -129,7 +129,7 @@ class LogisticScorer(VectorScorer):
     def _standardise(self, vectors: Tensor) -> Tensor:
         return (vectors.float() - self.mean_) / self.scale_
 
-    def _fit_rows(self, rows: Rows, is_ood: Tensor, folds_effort: Effort, refit_effort: Effort) -> Tensor:
+    def _fit_rows(self, rows: RowBlocks, is_ood: Tensor, folds_effort: Effort, refit_effort: Effort) -> Tensor:
         """Choose the penalty and return the weights, shape (D,), for standardised rows."""
         spectrum, dtype = sketch_spectrum(rows), rows.dtype
         sign = torch.where(is_ood, 1.0, -1.0).to(dtype)
@@ -162,7 +162,7 @@ def fold_of_row(is_ood: Tensor, folds: int) -> Tensor:
 
 
 def _cross_validate(
-    rows: Rows, is_ood: Tensor, sign: Tensor, spectrum: Spectrum, fold: Tensor, effort: Effort
+    rows: RowBlocks, is_ood: Tensor, sign: Tensor, spectrum: Spectrum, fold: Tensor, effort: Effort
 ) -> tuple[int, Tensor]:
     """Return which penalty is best and weights to start its refit from, shape (1, D + 1)."""
     folds = int(fold.max()) + 1

@@ -25,7 +25,7 @@ SKETCH_COLUMNS = 256
 SKETCH_ROWS = 8192
 
 
-class Rows:
+class RowBlocks:
     """An (N, D) matrix that is only ever read in blocks of rows, so that it may live on disk.
 
     Args:
@@ -44,7 +44,7 @@ class Rows:
         self.dtype = dtype
 
     @classmethod
-    def of(cls, table: Tensor) -> Rows:
+    def of(cls, table: Tensor) -> RowBlocks:
         """Return the rows of a table that is in memory, shape (N, D)."""
         return cls(lambda: [table], table.shape[0], table.shape[1], table.dtype)
 
@@ -91,7 +91,7 @@ class Problems:
         """Return some of the problems."""
         return Problems(self.sign, self.share[chosen], self.ridge[chosen])
 
-    def gradient(self, rows: Rows, weights: Tensor, margins: Tensor) -> Tensor:
+    def gradient(self, rows: RowBlocks, weights: Tensor, margins: Tensor) -> Tensor:
         """Return the gradient at weights (K, D + 1) with signed margins (K, N)."""
         gradient = rows.pull_back(torch.sigmoid(-margins).mul_(self.share).mul_(-self.sign))
         gradient[:, :-1].addcmul_(self.ridge, weights[:, :-1])
@@ -117,7 +117,7 @@ class Spectrum:
         return step
 
 
-def sketch_spectrum(rows: Rows) -> Spectrum:
+def sketch_spectrum(rows: RowBlocks) -> Spectrum:
     """Find the leading eigenvectors of X'X / N in one pass (Nyström, Tropp et al. 2017, algorithm 3)."""
     generator = torch.Generator().manual_seed(0)
     size = min(SKETCH_COLUMNS, rows.columns)
@@ -142,7 +142,9 @@ class Effort:
     max_iterations: int
 
 
-def solve(rows: Rows, problems: Problems, spectrum: Spectrum, start: Tensor, effort: Effort) -> tuple[Tensor, Tensor]:
+def solve(
+    rows: RowBlocks, problems: Problems, spectrum: Spectrum, start: Tensor, effort: Effort
+) -> tuple[Tensor, Tensor]:
     """Solve all problems from `start`; those not solved after the last iteration stay as they are.
 
     Args:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
+from neuralmean.data.table import Blocks, parts_of
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import VectorScorer, check_two_classes
 from neuralmean.scorers.standardise import column_scale
-from neuralmean.table import Blocks, parts_of
 
 HIDDEN = (256, 64)  # on ResNet-56 vectors as good as (512, 128), at half the cost
 DROPOUT = 0.5

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neuralmean.table import Blocks
+from neuralmean.data.table import Blocks
 
 
 def distinct_columns(rows: Blocks, *, seed: int = 0) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from neuralmean.data.table import Blocks
 from neuralmean.errors import InputError
-from neuralmean.moments import Moments
 from neuralmean.scorers.base import Observation, VectorScorer
 from neuralmean.scorers.statistics import (
     Sketch,
@@ -28,7 +28,7 @@ from neuralmean.scorers.statistics import (
     low_rank,
     shrink_means,
 )
-from neuralmean.table import Blocks
+from neuralmean.stats.moments import Moments
 
 RANK = 32
 CLUSTERS = 20
@@ -61,7 +61,7 @@ class TypicalityScorer(VectorScorer):
     """
 
     name = "typicality"
-    needs = frozenset({"output", "feature"})
+    needs = frozenset({"logits", "feature"})
     options = ("seed",)
     learnt = (
         "keep_", "centre_", "within_", "weight_", "left_", "right_", "temperature_", "clusters_",
@@ -150,7 +150,7 @@ class TypicalityScorer(VectorScorer):
                 "Expected inputs that differ from each other, but all have the same vector. Pass varied examples."
             )
         self.keep_ = keep.int()
-        classes, n_classes = self._learn_classes(inliers.output, vectors, chosen)
+        classes, n_classes = self._learn_classes(inliers.logits, vectors, chosen)
         known, classes = torch.unique(classes, return_inverse=True)  # of a hundred thousand, few may ever occur
         rows = vectors.then(lambda block: block[:, keep].double())
         means, counts = class_means(rows, classes, len(known))
@@ -211,9 +211,9 @@ class TypicalityScorer(VectorScorer):
         if len(self.clusters_):
             nearest = self._nearest_cluster(self._distinct(observation))
             return torch.nn.functional.one_hot(nearest, len(self.clusters_) - 1).to(self.left_.dtype)
-        if observation.output is None or len(self.left_) < 2:
+        if observation.logits is None or len(self.left_) < 2:
             return None
-        return (observation.output.float() / self.temperature_).softmax(dim=1)
+        return (observation.logits.float() / self.temperature_).softmax(dim=1)
 
     def _keep_angle(
         self, name: str, rows: Blocks, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
@@ -259,9 +259,9 @@ class TypicalityScorer(VectorScorer):
         if observation.feature is not None and len(self.feature_keep_):
             kept = _choose(observation.feature, self.feature_keep_).float()
             feature = self._feature.with_length((kept - self.feature_centre_) / self.feature_scale_)[0]
-        if observation.output is not None and len(self.left_) > 1 and not len(self.clusters_):
+        if observation.logits is not None and len(self.left_) > 1 and not len(self.clusters_):
             # Minus the log-sum-exp, by one kernel where `logsumexp` takes ten.
-            output = observation.output.float()
+            output = observation.logits.float()
             energy = output.log_softmax(dim=1)[:, 0] - output[:, 0]
             reach = energy / length.clamp_min(1e-12)
         return torch.stack([far, angle, feature, reach, energy], dim=1)

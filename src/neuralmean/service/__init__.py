@@ -31,9 +31,9 @@ from neuralmean.service.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from neuralmean.detector import Detector
-    from neuralmean.monitor import Monitor
-    from neuralmean.preprocessing import Preprocessing
+    from neuralmean.data.preprocessing import Preprocessing
+    from neuralmean.detector.detector import Detector
+    from neuralmean.monitor.monitor import Monitor
 
 __all__ = ["Settings", "create_app", "serve"]
 
@@ -90,7 +90,7 @@ def serve(
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
     """
     _check_extra()
-    from neuralmean.files import check_target
+    from neuralmean.files.atomic import check_target
     from neuralmean.service.launch import load_served, run_server
     from neuralmean.service.settings import read_token
     from neuralmean.service.workers import on_own_thread

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from neuralmean.detector import Detector
+from neuralmean import __version__
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector.detector import Detector
 from neuralmean.errors import InputError
-from neuralmean.monitor import Monitor
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.service import schema
 from neuralmean.service.batching import Answer, Batcher, Job
 from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, decode_small, split_files
@@ -42,7 +43,6 @@ from neuralmean.service.protocol import (
 from neuralmean.service.refusal import Refusal, busy
 from neuralmean.service.settings import Settings
 from neuralmean.service.workers import Runner, make_runners, on_own_thread
-from neuralmean.version import __version__
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

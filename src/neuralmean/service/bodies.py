@@ -20,9 +20,9 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from neuralmean.data.images import decode_image
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import InputError
-from neuralmean.images import decode_image
-from neuralmean.preprocessing import Preprocessing
 from neuralmean.service.refusal import Refusal, busy
 from neuralmean.service.settings import Settings
 

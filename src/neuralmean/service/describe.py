@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuralmean.decision import Explanation
-from neuralmean.detector import Detector
+from neuralmean.detector.decision import Explanation
+from neuralmean.detector.detector import Detector
 
 N_BINS = 40
 _WORDS = {0: "early", 1: "middle", 2: "late"}

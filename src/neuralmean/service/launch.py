@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuralmean.detector import Detector
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector.detector import Detector
+from neuralmean.detector.saved import open_saved
 from neuralmean.errors import InputError, NeuralMeanError
-from neuralmean.opening import open_saved
-from neuralmean.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

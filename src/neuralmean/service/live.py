@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import NeuralMeanError
-from neuralmean.monitor import Monitor
-from neuralmean.preprocessing import Preprocessing
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.service.passes import Pass
 
 log = logging.getLogger("neuralmean.service")

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neuralmean.channels import main_tensor
-from neuralmean.data import to_batch
-from neuralmean.decision import Decision, Explanation
-from neuralmean.detector import Detector
-from neuralmean.discrepancy import sum_by_layer, vector_layers
-from neuralmean.errors import NotFittedError
-from neuralmean.fitting import contributions_of, score_rows
-from neuralmean.observer import Observer
-from neuralmean.scorers import Observation
+from neuralmean.detector.decision import Decision, Explanation
+from neuralmean.detector.detector import Detector
 
 
 @dataclass(frozen=True)
@@ -27,13 +20,14 @@ class Pass:
 
     output: Tensor | None  # (N, ...) the main tensor of the model's own output
     decision: Decision
-    vectors: Tensor  # (N, D)
+    vectors: Tensor | None  # (N, D); None if an early exit stopped the pass
     explanation: Explanation | None  # of the rows asked for
 
     def of(self, rows: Tensor) -> Pass:
         """Return what it showed of some of the inputs, without explanations."""
         output = None if self.output is None else self.output[rows]
-        return Pass(output, Decision(self.decision.score[rows], self.decision.calibration), self.vectors[rows], None)
+        vectors = None if self.vectors is None else self.vectors[rows]
+        return Pass(output, Decision(self.decision.score[rows], self.decision.calibration), vectors, None)
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -48,35 +42,17 @@ class Pass:
         return arrays
 
 
-def run_pass(
-    detector: Detector, inputs: Tensor, explain: Tensor | None = None, *, observer: Observer | None = None
-) -> Pass:
+def run_pass(detector: Detector, inputs: Tensor, explain: Tensor | None = None) -> Pass:
     """Run the model once on `inputs`.
 
     Args:
         detector: What decides.
         inputs: Shape (N, ...).
         explain: The rows (indices) whose score is to be explained.
-        observer: What runs the model, in place of the detector's own.
     """
-    if detector.calibration is None:
-        raise NotFittedError("Expected a detector with a threshold to serve. Call `fit` or `calibrate` first.")
+    detector.calibrated()
     with torch.no_grad():
-        detector._watch.check()
-        output, rows = (observer or detector._observer).observe(to_batch(inputs))
-        observation = detector._observation(rows)
-        decision = Decision(score_rows(detector.scorer, observation), detector.calibration)
-        explanation = None
-        if explain is not None and len(explain):
-            explanation = _explain(detector, observation[explain], decision.score[explain])
-    main = main_tensor(output)
-    if main is not None:
-        main = main.detach().cpu() if main.dim() > 0 and len(main) == len(inputs) else None
-    return Pass(main, decision, observation.vector.detach(), explanation)
-
-
-def _explain(detector: Detector, observation: Observation, scores: Tensor) -> Explanation:
-    by_channel, terms, exact = contributions_of(detector.scorer, observation)
-    columns = vector_layers(detector._layers, detector.statistic)
-    by_layer = sum_by_layer(by_channel, columns, len(detector.layers))
-    return Explanation(scores, detector.layers, tuple(detector.channels), by_layer, by_channel, terms, exact)
+        seen = detector.observe(inputs)
+        explanation = seen.explain(explain) if explain is not None and len(explain) else None
+    vectors = None if seen.vectors is None else seen.vectors.detach()
+    return Pass(seen.main_output, cast(Decision, seen.decision), vectors, explanation)

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from neuralmean import __version__
 from neuralmean.service.refusal import Refusal
-from neuralmean.version import __version__
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 INPUT = "input"

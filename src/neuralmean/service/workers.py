@@ -17,14 +17,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from neuralmean.detector import Detector
-from neuralmean.errors import InputError
-from neuralmean.layers import unwrap
-from neuralmean.observer import Observer
-from neuralmean.running import device_of, is_compiled, shared_copy
-from neuralmean.saving import from_artefact, to_artefact
+from neuralmean.detector.detector import Detector
+from neuralmean.detector.saving import from_artefact, to_artefact
+from neuralmean.models.execution import device_of, is_compiled, shared_copy
+from neuralmean.models.layers import unwrap
 from neuralmean.service.passes import Pass, run_pass
-from neuralmean.traced import TracedObserver, trace
 
 log = logging.getLogger("neuralmean.service")
 
@@ -54,13 +51,11 @@ class Runner:
     Args:
         detector: The worker's own.
         threads: How many threads a pass uses.
-        observer: What runs the model, in place of the detector's own.
     """
 
-    def __init__(self, detector: Detector, threads: Threads, observer: Observer | None = None) -> None:
+    def __init__(self, detector: Detector, threads: Threads) -> None:
         self._detector = detector
         self._threads = threads
-        self._observer = observer
         self._channels_last = prefers_channels_last(detector.model)
 
     def __call__(self, inputs: Tensor, explain: Tensor | None = None, *, alone: bool) -> Pass:
@@ -68,7 +63,7 @@ class Runner:
         _use_threads(self._threads.alone if alone else self._threads.together)
         if self._channels_last and inputs.dim() == 4 and len(inputs) >= CHANNELS_LAST_FROM:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return run_pass(self._detector, inputs, explain, observer=self._observer)
+        return run_pass(self._detector, inputs, explain)
 
 
 def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> list[Runner]:
@@ -89,36 +84,11 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     except Exception as error:  # noqa: BLE001 - whatever a model or scorer raises that cannot be copied
         log.info("Passes run one at a time, as the model cannot be copied: %s", error)
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
-    graph = _as_graph(detector, example)
-    if example is None and graph is not None:
-        example = torch.rand(1, *graph.shape)
     if example is not None and threads.together < n_threads:
-        threads = Threads(_best_threads(detector, example, threads, graph), threads.together)
+        threads = Threads(_best_threads(detector, example, threads), threads.together)
     # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
     apart = Threads(threads.together, threads.together)
-    runners = [
-        Runner(own, apart if number else threads, None if graph is None else graph.around(own._observer))
-        for number, own in enumerate(detectors)
-    ]
-    if graph is not None and example is not None:
-        several = torch.cat((example, example))
-        # A graph is made ready by two passes, and a frozen one has another graph for several inputs.
-        for alone in (False, True) * 2:
-            runners[0](several, alone=alone)
-    return runners
-
-
-def _as_graph(detector: Detector, example: Tensor | None) -> TracedObserver | None:
-    observer = detector._observer
-    if isinstance(observer, TracedObserver) and (example is None or observer.shape == example.shape[1:]):
-        return observer  # somebody froze it
-    if example is None:
-        return None
-    try:
-        return trace(detector._observer, example)
-    except InputError as error:
-        log.info("%s", error)
-        return None
+    return [Runner(own, apart if number else threads) for number, own in enumerate(detectors)]
 
 
 def twin(detector: Detector) -> Detector:
@@ -147,9 +117,9 @@ def on_own_thread(function: Callable[[], T]) -> T:
         return executor.submit(function).result()
 
 
-def _best_threads(detector: Detector, example: Tensor, threads: Threads, graph: Observer | None) -> int:
-    few = _seconds(Runner(detector, Threads(threads.together, threads.together), graph), example)
-    many = _seconds(Runner(detector, threads, graph), example)
+def _best_threads(detector: Detector, example: Tensor, threads: Threads) -> int:
+    few = _seconds(Runner(detector, Threads(threads.together, threads.together)), example)
+    many = _seconds(Runner(detector, threads), example)
     return threads.alone if few > WORTH_IT * many else threads.together
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.errors import InputError, LayerNotFiredError
-from neuralmean.layers import unwrap
+from neuralmean.models.layers import unwrap
 
 Place = tuple[str, int]  # a module's dotted name, and which of its calls within a pass
 OUTPUT: Place = ("", 0)  # what the model returns

@@ -17,7 +17,7 @@ from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.heads import LinearHead, read_head
 from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.errors import MissingExtraError, NotFittedError
-from neuralmean.metrics import evaluate
+from neuralmean.stats.metrics import evaluate
 
 TUNED_ON = 1000  # images of each kind, at most
 

@@ -23,7 +23,7 @@ from neuralmean.bench.features import Features
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.errors import InputError
-from neuralmean.layers import Layer
+from neuralmean.models.layers import Layer
 
 Read = Literal["means", "variances", "logits", "feature", "labels", "images"]
 

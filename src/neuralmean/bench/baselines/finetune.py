@@ -24,10 +24,10 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.train.augment import shift_and_flip
 from neuralmean.bench.train.loop import Setting, run
 from neuralmean.bench.train.recipes import Recipe
-from neuralmean.data import Batch
+from neuralmean.data.batch import Batch
 from neuralmean.errors import ArtefactError, InputError, NeuralMeanWarning, NotFittedError
-from neuralmean.recorder import find_head
-from neuralmean.running import device_of
+from neuralmean.models.execution import device_of
+from neuralmean.recording import find_head
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.ours import PAPER
-from neuralmean.layers import Layer, layer_slices
+from neuralmean.models.layers import Layer, layer_slices
 from neuralmean.scorers.logistic import LogisticScorer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context
 from neuralmean.bench.baselines.finetune import Budget, FineTuned, Tuner, counted_as
-from neuralmean.running import device_of
+from neuralmean.models.execution import device_of
 
 RADIUS = 0.01  # of the neighbourhood, in images scaled to [0, 1]; the paper's
 WEIGHT = 0.3  # the paper's

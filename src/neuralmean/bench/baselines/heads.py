@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.bench.models import TrainedModel
-from neuralmean.data import Batch
+from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
-from neuralmean.layers import unwrap
-from neuralmean.recorder import find_head
+from neuralmean.models.layers import unwrap
+from neuralmean.recording import find_head
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from neuralmean.bench.baselines.gaussians import Gaussians
 from neuralmean.bench.baselines.perturbation import VALIDATION, Rows, batches_of, hold_out, quality, signs
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import InputError, NotFittedError
-from neuralmean.layers import layer_slices
+from neuralmean.models.layers import layer_slices
 
 PAPER = "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples, NeurIPS 2018"
 STEPS = (0.0, 0.0005, 0.0014, 0.005)  # in images scaled to [0, 1]; of the authors' seven values

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from neuralmean import memory
+from neuralmean.models import allocator as memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.bench.baselines.heads import LinearHead, read_head
 from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.errors import NotFittedError
-from neuralmean.metrics import evaluate
+from neuralmean.stats.metrics import evaluate
 
 STEEPNESS = (1.0, 10.0, 100.0, 1000.0)
 BINS = (50, 500)

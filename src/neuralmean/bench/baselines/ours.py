@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, Read, View
 from neuralmean.bench.models import TrainedModel
-from neuralmean.discrepancy import Statistic, discrepancy, scale_of
 from neuralmean.errors import NotFittedError
-from neuralmean.fitting import fit_scorer, needs_of, score_rows
-from neuralmean.layers import has_running_mean, select_layers
-from neuralmean.moments import Moments
-from neuralmean.reference import Reference
+from neuralmean.models.layers import has_running_mean, select_layers
+from neuralmean.recording.reference import Reference
 from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
+from neuralmean.scorers.contract import fit_scorer, needs_of, score_rows
+from neuralmean.stats.discrepancy import Statistic, discrepancy, scale_of
+from neuralmean.stats.moments import Moments
 
 PAPER = "Dong et al., Neural Mean Discrepancy for Efficient Out-of-Distribution Detection, CVPR 2022"
 _TITLES = {
@@ -48,7 +48,7 @@ class NeuralMean(Method):
         needs = needs_of(self._scorer)
         reads: set[Read] = {"means"}
         reads |= {"variances"} if statistic != "mean" else set()
-        reads |= {"logits"} if "output" in needs else set()
+        reads |= {"logits"} if "logits" in needs else set()
         reads |= {"feature"} if "feature" in needs else set()
         self.reads = frozenset(reads)
         self.uses_outliers = bool(getattr(self._scorer, "uses_outliers", False))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, View
 from neuralmean.bench.baselines.ours import NeuralMean
-from neuralmean.layers import Layer
+from neuralmean.models.layers import Layer
 from neuralmean.scorers import Observation
 from neuralmean.scorers.typicality import TERMS, TypicalityScorer
 
@@ -41,7 +41,7 @@ class PartOfLayers(NeuralMean):
 
     def _observe(self, view: View) -> Observation:
         whole = super()._observe(view)
-        return Observation(whole.vector[:, self._columns], whole.output, whole.feature)
+        return Observation(whole.vector[:, self._columns], whole.logits, whole.feature)
 
 
 def third_of(layers: Sequence[Layer], third: int) -> slice:

@@ -13,8 +13,8 @@ from torch import Tensor
 from neuralmean.bench.baselines.base import View
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
-from neuralmean.metrics import evaluate
-from neuralmean.running import device_of
+from neuralmean.models.execution import device_of
+from neuralmean.stats.metrics import evaluate
 
 VALIDATION = 100  # images of each kind that hyper-parameters are tuned on: few, as each takes dozens of passes
 Rows = npt.NDArray[np.int64]

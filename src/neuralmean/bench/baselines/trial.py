@@ -25,8 +25,8 @@ from neuralmean.bench.baselines.measure import Cost, metered
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.protocols import Draw, EvalSet, FitSet
 from neuralmean.errors import InputError, NeuralMeanWarning
-from neuralmean.files import write_atomically
-from neuralmean.fingerprint import fingerprint
+from neuralmean.files.atomic import write_atomically
+from neuralmean.models.fingerprint import fingerprint
 
 Scores = npt.NDArray[np.float64]
 _PAGES = tuple(f"bench/{name}.py" for name in ("report", "plots", "gaps", "titles"))

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuralmean import metrics
 from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
 from neuralmean.bench.experiments.workbench import Workbench
 from neuralmean.bench.features import Features
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.protocols import EvalSet
 from neuralmean.bench.results import make_row
-from neuralmean.discrepancy import neural_mean_discrepancy
-from neuralmean.fingerprint import fingerprint
-from neuralmean.layers import unwrap
+from neuralmean.models.fingerprint import fingerprint
+from neuralmean.models.layers import unwrap
 from neuralmean.scorers import AverageScorer
+from neuralmean.stats import metrics
+from neuralmean.stats.discrepancy import neural_mean_discrepancy
 
 BATCHES = 100  # mini-batches of each kind, as in the paper's figure
 SIZES = (1, 2, 4, 8, 16, 32)

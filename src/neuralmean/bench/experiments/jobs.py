@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from neuralmean import memory
 from neuralmean.bench import baselines
 from neuralmean.bench.experiments.base import Case, Experiment
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.workbench import Workbench
 from neuralmean.bench.results import Results
 from neuralmean.errors import InputError
+from neuralmean.models import allocator as memory
 
 Announce = Callable[[str], None]
 

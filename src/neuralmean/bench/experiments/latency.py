@@ -27,9 +27,9 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.bench.protocols import Draw, EvalSet
 from neuralmean.bench.results import Row
-from neuralmean.data import Batch
-from neuralmean.layers import select_layers
-from neuralmean.recorder import Recorder, find_head
+from neuralmean.data.batch import Batch
+from neuralmean.models.layers import select_layers
+from neuralmean.recording import Recorder, find_head
 
 REPEATS = 100
 WARM_UP = 5

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from neuralmean import metrics
 from neuralmean.bench import baselines
 from neuralmean.bench.baselines.base import Method, Reader
 from neuralmean.bench.baselines.trial import Scored, run_trial
@@ -21,7 +20,8 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.protocols import Draw, EvalSet, FitSet
 from neuralmean.bench.results import Results, Row, make_row
 from neuralmean.errors import InputError
-from neuralmean.fingerprint import fingerprint
+from neuralmean.models.fingerprint import fingerprint
+from neuralmean.stats import metrics
 
 RESAMPLES = 200
 _FIGURES = ("auroc", "tnr95", "accuracy", "aupr_id", "aupr_ood")

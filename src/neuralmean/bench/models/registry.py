@@ -16,6 +16,8 @@ from neuralmean.bench.models.vgg import VGG19
 from neuralmean.bench.models.vit import VisionTransformer
 from neuralmean.bench.models.wideresnet import WideResNet
 from neuralmean.errors import InputError
+from neuralmean.models.sources import ModelSource
+from neuralmean.models.weights import Builder
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ def build(name: str, *, num_classes: int = 10) -> nn.Module:
     if num_classes < 2:
         raise InputError(f"Expected `num_classes` to be at least 2, but got {num_classes!r}.")
     return architecture(name).make(num_classes).eval()
+
+
+def _builder(name: str) -> Builder:
+    architecture(name)  # an unknown name is an error now
+    return lambda classes: build(name, num_classes=10 if classes is None else classes)
+
+
+SOURCE = ModelSource(_builder, size=(32, 32))  # what `bench:NAME` means; see the entry points in pyproject.toml
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

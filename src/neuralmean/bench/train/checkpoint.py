@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from neuralmean.errors import ArtefactError
-from neuralmean.files import remove_leftovers, write_atomically
+from neuralmean.files.atomic import remove_leftovers, write_atomically
 
 FORMAT_VERSION = "1"
 

@@ -1,0 +1,1 @@
+"""Data: turns whatever the caller has (tensors, loaders, folders of images) into batches."""

@@ -1,0 +1,220 @@
+"""From whatever the caller has to batches that the model can be called with.
+
+Tensors, arrays, data loaders, datasets and iterables of batches all become a stream of `Batch`es. Nothing here knows
+what a layer or a score is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from neuralmean.errors import InputError
+
+BATCH_SIZE = 64
+
+_WANTED = "a tensor, an array, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of the model, and how many examples they hold."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Tensor:
+        """The first tensor among the arguments: the input proper."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.dim() > 0:
+                return value
+        raise InputError(f"Expected a batch that holds a tensor, but got {self.kwargs or self.args!r}.")
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask of token models, (N, T), where one is given: what is 0 in it is padding."""
+        mask = self.kwargs.get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with what `change` makes of each of its tensors."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        return Batch(tuple(map(changed, self.args)), {key: changed(value) for key, value in self.kwargs.items()})
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with its tensors on `device`."""
+        if (
+            not self.kwargs
+            and len(self.args) == 1
+            and isinstance(self.args[0], Tensor)
+            and self.args[0].device == device
+        ):
+            return self
+        return self.each(lambda value: value.to(device))
+
+
+def to_batch(value: Any) -> Batch:
+    """Turn `x`, `(x, y)` or a dict of keyword inputs into a `Batch`; labels are left out.
+
+    Example:
+        >>> len(to_batch((torch.zeros(4, 3, 8, 8), torch.zeros(4))))
+        4
+    """
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Tensor):
+        return Batch((value,))
+    if isinstance(value, np.ndarray):
+        return Batch((_to_tensor(value),))
+    if isinstance(value, Mapping):
+        inputs = {str(key): _to_tensor(item) if isinstance(item, np.ndarray) else item for key, item in value.items()}
+        return Batch((), inputs)
+    if isinstance(value, (tuple, list)) and len(value) > 0 and isinstance(value[0], (Tensor, np.ndarray, Mapping)):
+        return to_batch(value[0])
+    raise InputError(f"Expected a batch to be x, (x, y) or a dict of inputs, but got {_describe(value)}.")
+
+
+def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -> Iterator[Batch]:
+    """Yield the batches of `data`.
+
+    Args:
+        data: A tensor, an array, a DataLoader, a Dataset or an iterable of batches.
+        name: What the caller calls it, for error messages.
+        batch_size: Rows per batch where `data` comes in one piece.
+
+    Raises:
+        InputError: Data of another kind, or without a single example.
+    """
+    _check_size(batch_size)
+    empty = True
+    for batch in _iterate(data, name, batch_size):
+        if len(batch):
+            empty = False
+            yield batch
+    if empty:
+        raise InputError(f"Expected `{name}` to hold at least one example, but it is empty.")
+
+
+def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
+    """Return how many batches `to_batches` will yield, where that can be known: for progress bars."""
+    _check_size(batch_size)
+    whole = _whole(data)
+    try:
+        if whole is not None:
+            return -(-len(whole) // batch_size)
+        if isinstance(data, Dataset) and not isinstance(data, DataLoader):
+            return -(-len(data) // batch_size)  # type: ignore[arg-type]
+        return len(data)
+    except (TypeError, NotImplementedError, InputError):
+        return None
+
+
+def count_rows(data: Any) -> int | None:
+    """Return how many examples `data` has, where that can be known without reading it; of a loader, up to a batch too many."""
+    whole = _whole(data)
+    try:
+        if whole is not None:
+            return len(whole)
+        if isinstance(data, DataLoader) and data.batch_size is None:
+            data = data.batch_sampler  # which has both, if it is torch's own
+        if isinstance(data, Dataset):
+            return len(data)  # type: ignore[arg-type]
+        if isinstance(data, (list, tuple)):
+            return sum(len(to_batch(batch)) for batch in data)
+        rows: int = len(data) * data.batch_size
+        return rows
+    except (TypeError, AttributeError, NotImplementedError, InputError):
+        return None
+
+
+def check_input(batch: Batch, name: str, *, tokens: bool = False) -> None:
+    """Raise if `batch` cannot be an input of the model: labels, or integers where floats are expected.
+
+    Args:
+        batch: The batch.
+        name: What the caller calls it, for error messages.
+        tokens: Whether the model takes integers (it has an embedding).
+    """
+    x = batch.first
+    if tokens:
+        return
+    if x.dim() < 2:
+        raise InputError(
+            f"Expected `{name}` to hold inputs of the model with shape (N, ...), but got shape {tuple(x.shape)} of "
+            f"{x.dtype}. Are these labels? Pass the inputs alone."
+        )
+    if not (x.is_floating_point() or x.is_complex()):
+        raise InputError(
+            f"Expected `{name}` to hold floats, prepared as for training, but got {x.dtype}. "
+            "Scale integer images first, usually x.float() / 255 and then the normalisation the model was trained with."
+        )
+
+
+def _iterate(data: Any, name: str, batch_size: int) -> Iterator[Batch]:
+    whole = _whole(data)
+    if whole is not None:
+        for start in range(0, len(whole), batch_size):
+            yield _rows(whole, slice(start, start + batch_size))
+    elif isinstance(data, DataLoader):
+        yield from map(to_batch, data)
+    elif isinstance(data, Dataset):
+        yield from map(to_batch, DataLoader(data, batch_size=batch_size))
+    elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, Tensor, np.ndarray)):
+        yield from map(to_batch, data)
+    else:
+        hint = " To read images from a folder, see `neuralmean.data.images`." if isinstance(data, (str, bytes)) else ""
+        raise InputError(f"Expected `{name}` to be {_WANTED}, but got {_describe(data)}.{hint}")
+
+
+def _check_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"Expected `batch_size` to be at least 1, but got {batch_size!r}.")
+
+
+def _whole(data: Any) -> Batch | None:
+    """Return data that comes in one piece as one batch: a tensor, an array, a dict of tensors or an (x, y) pair."""
+    if isinstance(data, (Tensor, np.ndarray)):
+        return to_batch(data) if data.ndim > 0 else None
+    if isinstance(data, Mapping):
+        return to_batch(data)
+    if isinstance(data, tuple) and len(data) == 2:
+        x, y = data
+        if isinstance(x, (Tensor, np.ndarray)) and isinstance(y, (Tensor, np.ndarray)) and y.ndim == 1 < x.ndim:
+            return to_batch(x) if len(x) == len(y) else None
+    return None
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    size = len(batch)
+    return batch.each(lambda value: value[rows] if value.dim() > 0 and len(value) == size else value)
+
+
+def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype == object:
+        raise InputError(
+            "Expected an array of numbers, but got one of dtype object. Stack the examples to one shape first."
+        )
+    if array.dtype == np.float64:  # numpy's default, hardly ever a model's
+        array = array.astype(np.float32)
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array))
+    except (TypeError, ValueError):  # texts, dates, or bytes in another order
+        raise InputError(f"Expected an array of numbers that torch has, but got one of dtype {array.dtype}.") from None
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

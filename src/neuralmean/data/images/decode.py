@@ -1,0 +1,131 @@
+"""One image from one file, or a sentence that says why not.
+
+PNG, JPEG, WebP, BMP and TIFF, by their content and never by their name; the first frame where there are several. The
+orientation that a camera noted is applied. Files come from anywhere: whatever Pillow trips over is a reason, not a
+traceback, and an image with more pixels than the limit is refused by its header, before anything is unpacked.
+Making 8-bit RGB of it is the business of `preprocessing`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from PIL import Image, UnidentifiedImageError
+
+from neuralmean.data.images.arrays import ArrayFile, split_name
+from neuralmean.errors import InputError
+
+__all__ = ["EXTENSIONS", "MAX_PIXELS", "Unreadable", "decode_image", "read_image"]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+EXTENSIONS = frozenset(
+    {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".tif", ".tiff"},
+)
+# Pillow's own limit: above it Pillow warns, and above twice as much it refuses by itself.
+MAX_PIXELS = 89_478_485
+
+_ORIENTATION_TAG = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that gave no image, and why."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+def read_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image | Unreadable:
+    """The image in a file, upright, in whatever mode it has; or why there is none.
+
+    Args:
+        path: A file, or one row of an array file as `ImageBatches` names it: `images.npz#12`.
+        max_pixels: Refuse images with more pixels than this.
+    """
+    name = str(path)
+    try:
+        return open_image(name, max_pixels)
+    except InputError as error:
+        return Unreadable(name, str(error))
+
+
+def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image in the bytes of a file, upright; raises `InputError` with the reason where there is none."""
+    if not data:
+        raise InputError("the file is empty")
+    return _decode(io.BytesIO(data), max_pixels)
+
+
+def open_image(name: str, max_pixels: int) -> Image.Image:
+    """Like `read_image`, but raises `InputError`, whose text is the reason, where there is no image."""
+    array_path, row = split_name(name)
+    if row is not None and not Path(name).exists():
+        with ArrayFile(array_path) as file:
+            pixels = file.read(row, row + 1)[0]
+        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+    try:
+        status = os.stat(name)  # noqa: PTH116 - a hot loop over strings
+        # A pipe or a device would be waited on for ever.
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError("it is not a file")
+        if status.st_size == 0:
+            raise InputError("the file is empty")
+        with open(name, "rb") as handle:  # noqa: PTH123
+            return _decode(handle, max_pixels)
+    except OSError as error:
+        raise InputError(f"the system said: {error.strerror or error}") from error
+
+
+def _decode(handle: IO[bytes], max_pixels: int) -> Image.Image:
+    try:
+        image: Image.Image = Image.open(handle, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InputError("it is not a PNG, JPEG, WebP, BMP or TIFF image, or its beginning is damaged") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise InputError(f"it has more pixels than the limit of {max_pixels:,}") from None
+    except Exception as error:  # a hostile header makes Pillow raise nearly anything
+        raise InputError(f"its beginning is damaged ({_short(error)})") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise InputError(f"it has {width:,} x {height:,} pixels, more than the limit of {max_pixels:,}")
+    if width * height == 0:
+        raise InputError("it has no pixels")
+    try:
+        image.load()
+    except MemoryError:
+        raise InputError("there is not enough memory to unpack it") from None
+    except Exception as error:  # and so does a hostile body
+        raise InputError(f"the file is damaged or cut short ({_short(error)})") from error
+    return _upright(image)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as the camera was held; a damaged note of it counts as none."""
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION_TAG, 1))
+    except (SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OSError, struct.error, UserWarning):
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return (text[:117] + "...") if len(text) > 120 else text or type(error).__name__

@@ -1,0 +1,1 @@
+"""The detector: from a model and examples to decisions, explanations and a saved file."""

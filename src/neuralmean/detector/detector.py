@@ -1,0 +1,429 @@
+"""`Detector` joins the steps: a model, its reference, a scorer and a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from neuralmean.data.batch import BATCH_SIZE, Batch, count_batches, to_batch, to_batches
+from neuralmean.data.progress import track
+from neuralmean.detector import early_exit as exits
+from neuralmean.detector import fitting
+from neuralmean.detector.decision import Decision, Explanation
+from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, learn, observe
+from neuralmean.detector.observed import Observed
+from neuralmean.detector.saving import from_artefact, to_artefact
+from neuralmean.errors import InputError, NotFittedError
+from neuralmean.files.artefact import Artefact
+from neuralmean.models.fingerprint import WeightsGuard
+from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
+from neuralmean.recording.observer import ChannelStats, Observer
+from neuralmean.recording.reference import Reference
+from neuralmean.scorers import Observation, Scorer
+from neuralmean.scorers.contract import contributions_of, needs_of, score_rows, view_of
+from neuralmean.stats.calibration import Calibration, check_rate
+from neuralmean.stats.discrepancy import (
+    Statistic,
+    Vectors,
+    check_statistic,
+    pool_batch,
+    sum_by_layer,
+    vector_layers,
+    vector_names,
+)
+from neuralmean.stats.held_out_profile import HeldOutProfile
+from neuralmean.stats.moments import Moments
+
+
+class Detector:
+    """Tells whether inputs of a trained model are like its training data.
+
+    Args:
+        model: A trained model; it is never changed.
+        layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`); None chooses.
+        statistic: `"mean"` (the paper's NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
+        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`, which is copied; None takes
+            the best one for the data given to `fit`.
+        reference: What the training data looks like; None reads the batch-norm buffers where every watched layer has
+            them, and otherwise computes it from the `id_data` given to `fit`.
+        head: Name of the layer whose output is the logits and whose input is the penultimate feature, for scorers that
+            need them; None finds it, False says that the model has no classes.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+        >>> images = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        >>> _ = [model(images) for _ in range(50)]  # in place of training
+        >>> detector = Detector(model, scorer="average").calibrate(images)
+        >>> output, decision = detector(torch.full((1, 3, 8, 8), 9.0))
+        >>> decision.is_ood
+        tensor([True])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: str | Sequence[str] | None = None,
+        statistic: str = "mean",
+        scorer: str | Scorer | None = None,
+        reference: Reference | None = None,
+        head: str | bool | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
+        self._params: dict[str, Any] = {
+            "layers": layers,
+            "statistic": statistic,
+            "scorer": scorer,
+            "reference": reference,
+            "head": head,
+        }
+        self.model = model
+        self.statistic: Statistic = check_statistic(statistic)
+        if layers is None and reference is not None:
+            layers = [layer.name for layer in reference.layers]
+        self.watched: tuple[Layer, ...] = select_layers(model, layers)
+        if reference is not None and reference.layers != self.watched:
+            raise InputError("Expected a reference of the layers that are watched. Make it with the same `layers`.")
+        if isinstance(head, str) and head not in dict(unwrap(model).named_modules()):
+            raise InputError(f"Expected `head` to be a layer of {type(unwrap(model)).__name__}, but got {head!r}.")
+        fitting.check_scorer(scorer)  # a wrong name is an error now rather than in `fit`
+        self.info: dict[str, Any] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        """Take the model as it is now, with nothing learnt."""
+        self._weights_guard = WeightsGuard(self.model)
+        reference = self._params["reference"] or self._free_reference()
+        # Until `fit`, the one scorer that needs no data: the paper's average.
+        scorer = fitting.choose_scorer(self._params["scorer"] or "average", None)
+        self.adopt(Learnt(reference, scorer))
+
+    def _free_reference(self) -> Reference | None:
+        core = unwrap(self.model)
+        if all(has_running_mean(core.get_submodule(layer.name)) for layer in self.watched):
+            return Reference.from_batchnorm(self.model, list(self.layers))
+        return None
+
+    def adopt(self, learnt: Learnt, observer: Observer | None = None) -> None:
+        """Use what was learnt elsewhere, by `fit` or in a saved file, in place of what was learnt before.
+
+        Args:
+            learnt: What was learnt, of this model and these layers.
+            observer: What runs the model; None makes one.
+        """
+        self.learnt = learnt
+        self._observer = observer or self.setup.observer(learnt.head)
+        self._vectors = Vectors(self.statistic, learnt.reference, learnt.scale)
+
+    @property
+    def calibration_source(self) -> fitting.Source | None:
+        """Where the calibration scores come from; None before `fit`."""
+        return self.learnt.source
+
+    @property
+    def setup(self) -> FitSetup:
+        """What the detector was constructed with, as `learn` takes it."""
+        return FitSetup(
+            self.model,
+            self.watched,
+            self.statistic,
+            self._params["scorer"],
+            self.learnt.reference,
+            self._params["head"],
+        )
+
+    # What was learnt.
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the training data looks like; None where only `fit` can tell."""
+        return self.learnt.reference
+
+    @property
+    def scorer(self) -> Scorer:
+        """What turns vectors into scores."""
+        return self.learnt.scorer
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The held-out scores and the threshold; None before `fit`."""
+        return self.learnt.calibration
+
+    @property
+    def scale(self) -> Moments | None:
+        """Moments of the vectors, by which those of `statistic="both"` are standardised."""
+        return self.learnt.scale
+
+    @property
+    def profile(self) -> HeldOutProfile | None:
+        """What held-out data looks like, which a `Monitor` compares with; None without held-out data."""
+        return self.learnt.profile
+
+    @property
+    def head(self) -> str | None:
+        """Name of the layer that gives the logits, where the scorer needs them."""
+        return self.learnt.head
+
+    @property
+    def fitted(self) -> dict[str, Any]:
+        """When the detector was fitted, and on how many examples."""
+        return self.learnt.facts
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the watched layers."""
+        return tuple(layer.name for layer in self.watched)
+
+    @property
+    def channels(self) -> list[str]:
+        """Names of the columns of the discrepancy vector: `"bn1[3]"` is channel 3 of layer bn1."""
+        return vector_names(self.watched, self.statistic)
+
+    @property
+    def column_layers(self) -> Tensor:
+        """Index in `layers` of each column of the discrepancy vector, shape (D,)."""
+        return vector_layers(self.watched, self.statistic)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights that the detector was made for."""
+        return self._weights_guard.digest
+
+    @property
+    def threshold(self) -> float:
+        """The score above which an input is flagged."""
+        return self.calibrated().threshold
+
+    @property
+    def false_alarm_rate(self) -> float:
+        """The share of in-distribution inputs that may be flagged."""
+        return self.calibrated().false_alarm_rate
+
+    @property
+    def guarantee(self) -> str:
+        """What the false-alarm rate is worth, in a sentence."""
+        self.calibrated()
+        return fitting.GUARANTEES[self.learnt.source or "held_out"]
+
+    def calibrated(self) -> Calibration:
+        """Return the calibration, or raise if there is none yet."""
+        if self.learnt.calibration is None:
+            raise NotFittedError("The detector has no threshold yet. Call `fit` or `calibrate` first.")
+        return self.learnt.calibration
+
+    def check_weights(self) -> None:
+        """Raise `ModelMismatchError` if the model's weights have changed since the detector was made."""
+        self._weights_guard.check()
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the constructor's arguments, as scikit-learn's `clone` reads them."""
+        return {"model": self.model, **self._params}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change constructor arguments; what was learnt is forgotten."""
+        known = self.get_params()
+        unknown = sorted(set(params) - set(known))
+        if unknown:
+            raise InputError(f"Expected parameters out of {sorted(known)}, but got {unknown}.")
+        if params:
+            known.update(params)
+            self.__init__(known.pop("model"), **known)  # type: ignore[misc]
+        return self
+
+    # Learning.
+
+    def fit(
+        self,
+        id_data: Any,
+        ood_data: Any = None,
+        *,
+        false_alarm_rate: float = 0.05,
+        held_out: Any = None,
+        early_exit: bool = False,
+        batch_size: int = BATCH_SIZE,
+    ) -> Self:
+        """Learn from in-distribution examples and, optionally, from out-of-distribution ones.
+
+        Data may be a tensor, an array, a DataLoader, a Dataset or an iterable of batches; a batch may be `x`, `(x, y)`
+        or a dict of keyword inputs. A fit that fails leaves the detector as it was.
+
+        Args:
+            id_data: In-distribution examples; the model's own training data is fine.
+            ood_data: Out-of-distribution examples. Without them a scorer that needs some (`"logistic"`, `"mlp"`) is given
+                crafted ones, as in the paper's zero-shot protocol: `id_data` with its blocks permuted.
+            false_alarm_rate: Share of in-distribution inputs that may be flagged.
+            held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
+                from them. Without them a part of `id_data` is used, with a warning on what that is worth.
+            early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
+                None then. The false-alarm rate holds for all exits together.
+            batch_size: Rows per forward pass where data comes in one piece.
+        """
+        check_rate(false_alarm_rate)
+        if early_exit:
+            exits.check_statistic(self.statistic)
+        before = dict(self.__dict__)
+        try:
+            with torch.inference_mode(
+                False
+            ):  # tensors made in inference mode have no gradients, which `explain` may need
+                self._reset()
+                options = FitOptions(false_alarm_rate, early_exit, batch_size)
+                self.adopt(*learn(self.setup, id_data, ood_data, held_out, options))
+        except BaseException:
+            self.__dict__ = before
+            raise
+        fitting.warn_if_weak(self.learnt.source or "held_out")
+        return self
+
+    def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:
+        """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""
+        check_rate(false_alarm_rate)
+        scores, seen = [], self.setup.empty_profile()
+        for found in self._track(held_out, "held_out", batch_size):
+            scores.append(found.score)
+            if found.vectors is not None:
+                seen.add(found.vectors)
+        calibration, profile = Calibration.of(torch.cat(scores), false_alarm_rate), seen.profile()
+        facts = {**self.learnt.facts, "n_held_out": profile.moments.count}
+        self.learnt = replace(self.learnt, calibration=calibration, source="held_out", profile=profile, facts=facts)
+        return self
+
+    # Deciding.
+
+    def __call__(self, x: Any = None, /, **inputs: Any) -> tuple[Any, Decision]:
+        """Return the model's own output and the decision, after one forward pass.
+
+        Call it as the model is called, with an input or with keyword inputs. With `early_exit` the output is None where
+        the pass was stopped because every input is OOD.
+        """
+        self.calibrated()
+        seen = self._observe_batch(_to_batch(x, inputs), may_exit=True)
+        return seen.output, seen.decision  # type: ignore[return-value]  # calibrated
+
+    def observe(self, x: Any = None, /, **inputs: Any) -> Observed:
+        """Return everything that one forward pass gives: output, decision, logits, feature and vectors."""
+        return self._observe_batch(_to_batch(x, inputs), may_exit=True)
+
+    def observe_each(self, data: Any, *, name: str = "x", batch_size: int = BATCH_SIZE) -> Iterator[Observed]:
+        """Yield what a full forward pass over each batch of `data` gives, without gradients.
+
+        Args:
+            data: As for `fit`.
+            name: What the caller calls it, for error messages.
+            batch_size: Rows per forward pass where data comes in one piece.
+        """
+        self.check_weights()
+        for batch in to_batches(data, name=name, batch_size=batch_size):
+            with torch.no_grad():
+                seen = self._observe_batch(batch, name=name)
+            yield seen
+
+    def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:
+        """Decide on each input of `x`."""
+        calibration = self.calibrated()
+        return Decision(self.score(x, batch_size=batch_size), calibration)
+
+    def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
+        """Score each input, shape (N,); higher = more OOD."""
+        return torch.cat([seen.score for seen in self._track(x, "x", batch_size)])
+
+    def score_batch(self, x: Any, *, batch_size: int = BATCH_SIZE) -> float:
+        """Score all inputs of `x` as one batch (the paper's Eq. 3 for |I| > 1); higher = more OOD."""
+        return self.score_pooled(self._stats(x, batch_size))
+
+    def score_pooled(self, stats: ChannelStats) -> float:
+        """Score recorded inputs as one batch, as `score_batch` does; higher = more OOD."""
+        own = getattr(self.scorer, "score_batch", None)
+        if own is not None:
+            return float(own(view_of(self.scorer, observe(self._vectors, stats))))
+        if needs := needs_of(self.scorer):
+            name = type(self.scorer).__name__
+            raise InputError(
+                f"Expected a scorer with `score_batch`, as {name} needs the model's {' and '.join(sorted(needs))}."
+            )
+        pooled = ChannelStats(*pool_batch(stats.means, stats.variances))
+        return score_rows(self.scorer, observe(self._vectors, pooled)).item()
+
+    def discrepancy(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
+        """Return the discrepancy vector of each input, shape (N, D); `channels` names the columns."""
+        return observe(self._vectors, self._stats(x, batch_size)).vector
+
+    def explain(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Explanation:
+        """Return which layers and channels made the scores of `x` what they are."""
+        observation = observe(self._vectors, self._stats(x, batch_size))
+        return self._explain(observation, score_rows(self.scorer, observation))
+
+    # Where and how the model runs.
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move the model, and with it every later pass, to a device."""
+        self.model.to(device)
+        return self
+
+    # Files.
+
+    def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
+        """Write the fitted detector to one file, whole or not at all; the model is not in it.
+
+        Args:
+            path: The file to write.
+            info: JSON values to keep with it (model spec, preprocessing), added to `detector.info`.
+        """
+        self.check_weights()
+        known = {**self.info, **(info or {})}
+        to_artefact(self, known).write(path)
+        self.info = known
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Detector:
+        """Read a detector that `save` wrote, for the same model with the same weights."""
+        with torch.inference_mode(False):  # as in `fit`
+            return from_artefact(cls, Artefact.read(path), model, str(path))
+
+    def _observe_batch(self, batch: Batch, *, name: str = "x", may_exit: bool = False) -> Observed:
+        self._weights_guard.check()
+        scorer, calibration = self.learnt.scorer, self.learnt.calibration
+        run = exits.start_exit_run(self) if may_exit and isinstance(scorer, exits.CascadeScorer) else None
+        output, stats = self._observer.observe(batch, name=name, exits=run)
+        if run is not None and run.stopped and run.scores is not None:
+            decision = None if calibration is None else Decision(run.scores, calibration)
+            return Observed(None, decision, run.scores, None, None, self._explain)
+        observation = observe(self._vectors, stats)
+        scores = score_rows(run or scorer, observation)
+        decision = None if calibration is None else Decision(scores, calibration)
+        return Observed(output, decision, scores, stats, observation.vector, self._explain)
+
+    def _explain(self, observation: Observation, scores: Tensor) -> Explanation:
+        """Return which layers and channels made the scores, (N,), of an observation what they are."""
+        by_channel, terms, exact = contributions_of(self.scorer, observation)
+        by_layer = sum_by_layer(by_channel, self.column_layers, len(self.watched))
+        return Explanation(scores, self.layers, tuple(self.channels), by_layer, by_channel, terms, exact)
+
+    def _track(self, x: Any, name: str, batch_size: int) -> Iterable[Observed]:
+        """Return `observe_each` with a progress bar."""
+        seen = self.observe_each(x, name=name, batch_size=batch_size)
+        return track(seen, description="Scoring", total=count_batches(x, batch_size=batch_size), unit="batches")
+
+    def _stats(self, x: Any, batch_size: int) -> ChannelStats:
+        self.check_weights()
+        return self._observer.observe_all(x, name="x", batch_size=batch_size)
+
+    def __repr__(self) -> str:
+        name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)
+        state = "not calibrated" if self.calibration is None else f"threshold {self.threshold:.4g}"
+        return f"Detector({name}: {len(self.watched)} layers, {len(self.channels)} channels, {scorer}, {state})"
+
+
+def _to_batch(x: Any, inputs: Mapping[str, Any]) -> Batch:
+    """Return the inputs of a call as a batch."""
+    if x is None:
+        return to_batch(inputs)
+    batch = to_batch(x)
+    return Batch(batch.args, {**batch.kwargs, **inputs}) if inputs else batch

@@ -1,0 +1,159 @@
+"""How a detector learns: which scorer, which rows for what, and what the threshold is worth."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
+from neuralmean.scorers import Observation, Scorer, make_scorer
+from neuralmean.scorers.contract import fit_scorer, score_blocks
+from neuralmean.stats.calibration import examples_needed
+
+Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
+
+GUARANTEES: dict[str, str] = {
+    "held_out": "The false-alarm rate holds for fresh inputs like the held-out ones, which the model must not have been "
+    "trained on.",
+    "rotated": "The threshold comes from `id_data` slightly rotated, which stands in for images that the model has not "
+    "memorised: an estimate without a guarantee. Pass `held_out` data that the model has not seen.",
+    "kept_aside": "The threshold comes from a part of `id_data` kept aside. If the model was trained on these images, expect "
+    "more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "folds": "The threshold comes from `id_data` itself, by cross-fitting, and holds approximately. If the model was trained on "
+    "these images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "all": "The threshold comes from all of `id_data`, as nothing else was learnt from it. If the model was trained on these "
+    "images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+}
+
+SPLIT_FROM = 1000  # with fewer examples none is kept aside: the scorer is cross-fitted instead
+ASIDE = 0.2
+FOLDS = 5
+_MLP_FROM = 5000
+
+
+def check_scorer(choice: str | Scorer | None) -> None:
+    """Raise unless it is the name of a scorer, or an object that can be one."""
+    if isinstance(choice, str):
+        make_scorer(choice)
+    elif choice is not None and not all(callable(getattr(choice, name, None)) for name in ("fit", "score")):
+        raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
+
+
+def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
+    """Return a new scorer of the kind asked for, or the best one for the data: `n_outliers` is None without OOD data."""
+    if isinstance(choice, str):
+        return make_scorer(choice)
+    if choice is not None:
+        try:
+            return copy.deepcopy(choice)  # so that a fit that fails, or another detector's, does not change it
+        except Exception as error:
+            raise InputError(
+                f"Expected a `scorer` that can be copied, but {type(choice).__name__} cannot: {error}."
+            ) from error
+    if n_outliers is None:
+        return make_scorer("typicality")
+    return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
+
+
+def rotate_every(n_rows: int | None, rate: float) -> int:
+    """Return of how many images one is rotated to calibrate on: all of few, a fifth of many."""
+    enough = max(examples_needed(rate), 200)
+    return 1 if n_rows is None else max(1, min(5, n_rows // enough))
+
+
+def fit_and_score_inliers(
+    scorer: Scorer,
+    inliers: Observation,
+    outliers: Observation | None,
+    *,
+    held_out: Observation | None,
+    rotated: Observation | None,
+    rate: float,
+) -> tuple[Tensor, Source]:
+    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
+
+    Held-out rows are used where there are any, else rows of rotated images. Otherwise, of many rows a random part is
+    kept out of the fit; few rows are all used, and scored by scorers that were fitted on the other folds.
+    """
+    if held_out is not None:
+        fit_scorer(scorer, inliers, outliers)
+        return score_blocks(scorer, held_out), "held_out"
+    if rotated is not None:
+        fit_scorer(scorer, inliers, outliers)
+        return score_blocks(scorer, rotated), "rotated"
+    needed = check_enough(len(inliers), rate)
+    order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
+    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
+        fit_scorer(scorer, inliers, outliers)
+        return score_blocks(scorer, inliers), "all"
+    if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
+        aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
+        fit_scorer(scorer, inliers, outliers, rest)
+        return score_blocks(scorer, inliers, aside), "kept_aside"
+    return _cross_fit(scorer, inliers, outliers, order), "folds"
+
+
+def choose_scores(inliers: Tensor, held_out: Tensor | None, rate: float) -> tuple[Tensor, Source]:
+    """Return which scores to calibrate on where nothing is learnt, with where they come from."""
+    if held_out is not None:
+        return held_out, "held_out"
+    check_enough(len(inliers), rate)
+    return inliers, "all"
+
+
+def check_enough(count: int, rate: float) -> int:
+    """Return how many in-distribution examples a false-alarm rate needs, or raise if there are fewer."""
+    needed = examples_needed(rate)
+    if count < needed:
+        raise CalibrationError(
+            f"Expected at least {needed} in-distribution examples for a false-alarm rate of {rate:g}, but got {count}. "
+            f"Pass more, or ask for a rate of at least {1 / (count + 1):.3g}."
+        )
+    return needed
+
+
+def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
+    """Fit `scorer` on all rows, and return a score of each row by a twin that was fitted on the other folds.
+
+    Each twin has a scale of its own; its scores are brought to that of `scorer` by the mean and deviation of the scores
+    of the rows that it was fitted on.
+    """
+    fit_scorer(scorer, inliers, outliers)
+    known = score_blocks(scorer, inliers)
+    scores = torch.empty_like(known)
+    for fold in range(FOLDS):
+        apart = torch.zeros(len(inliers), dtype=torch.bool)
+        apart[order[fold::FOLDS]] = True
+        if not apart.any():
+            continue
+        twin = copy.deepcopy(scorer)
+        rest, apart = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
+        fit_scorer(twin, inliers, outliers, rest)
+        fitted = score_blocks(twin, inliers, rest)
+        ratio = known.std() / fitted.std().clamp_min(torch.finfo(fitted.dtype).tiny)
+        scores[apart] = (score_blocks(twin, inliers, apart) - fitted.mean()) * ratio + known.mean()
+    return scores
+
+
+def warn_if_weak(source: Source) -> None:
+    """Say plainly what a threshold is worth that does not come from held-out data."""
+    if source != "held_out":
+        warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
+
+
+def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:
+    """Warn if some held-out rows are also among the rows that were fitted on, given a digest of each."""
+    seen = set(inliers)
+    shared = sum(digest in seen for digest in held_out)
+    if shared:
+        warnings.warn(
+            f"{shared} of {len(held_out)} held-out examples are also in `id_data`: the threshold will be too low and false "
+            "alarms more frequent than asked for. Keep the two apart.",
+            CalibrationWarning,
+            stacklevel=3,
+        )

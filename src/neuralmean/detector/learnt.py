@@ -1,0 +1,166 @@
+"""What a detector learns, and how `fit` learns it: one pass over the data, then the scorer, then the threshold.
+
+Nothing in here changes a detector: `learn` returns a `Learnt`, which a detector adopts as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from neuralmean.data.batch import count_rows
+from neuralmean.detector import fitting
+from neuralmean.detector.early_exit import CascadeScorer
+from neuralmean.detector.fit_rows import FitData, RowStore, gather
+from neuralmean.models.layers import Layer
+from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, Observer, PermuteBlocks, RotateSome
+from neuralmean.recording.reference import Reference
+from neuralmean.scorers import AverageScorer, Observation, Scorer
+from neuralmean.scorers.contract import needs_of, score_rows
+from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
+from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
+from neuralmean.stats.moments import Moments
+
+
+@dataclass(frozen=True, eq=False)
+class Learnt:
+    """Everything that `fit` and `calibrate` set.
+
+    Attributes:
+        reference: What the training data looks like; None where only `fit` can tell.
+        scorer: From vectors to scores.
+        calibration: The held-out scores and the threshold; None before `fit`.
+        source: Where the calibration scores come from.
+        scale: Moments of the vectors, for `statistic="both"`.
+        profile: What held-out data looks like, for a `Monitor`; None without held-out data.
+        head: Name of the layer that gives the logits, where the scorer needs them.
+        facts: When the detector was fitted, and on how many examples.
+    """
+
+    reference: Reference | None
+    scorer: Scorer
+    calibration: Calibration | None = None
+    source: fitting.Source | None = None
+    scale: Moments | None = None
+    profile: HeldOutProfile | None = None
+    head: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class FitSetup:
+    """What a detector was constructed with, as far as `fit` needs it.
+
+    Attributes:
+        model: The model.
+        layers: The watched layers.
+        statistic: Which discrepancy.
+        scorer: The scorer asked for; None takes the best one for the data.
+        reference: The reference, where it is known already.
+        head: The head asked for: a name, False for none, None to find it.
+    """
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    statistic: Statistic
+    scorer: str | Scorer | None
+    reference: Reference | None
+    head: str | bool | None
+
+    def observer(self, head: HeadChoice) -> Observer:
+        """Return what runs the model and records it."""
+        return Observer(self.model, self.layers, variance=self.statistic != "mean", head=head)
+
+    def empty_profile(self) -> ProfileBuilder:
+        """Return a profile of no example."""
+        return ProfileBuilder(vector_layers(self.layers, self.statistic), len(self.layers))
+
+    def head_for(self, scorer: Scorer) -> HeadChoice:
+        """Return the head that a scorer needs: none, the one asked for, or the one to be found."""
+        if not needs_of(scorer) or self.head is False:
+            return None
+        return self.head if isinstance(self.head, str) else FIND_HEAD
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The options of one `fit`; see `Detector.fit`."""
+
+    rate: float
+    early_exit: bool
+    batch_size: int
+
+
+def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions) -> tuple[Learnt, Observer]:
+    """Fit a scorer and its threshold, and return what was learnt with the observer that was used."""
+    n_outliers = None if ood_data is None else count_rows(ood_data) or 0
+    scorer = fitting.choose_scorer(setup.scorer, n_outliers)
+    observer = setup.observer(setup.head_for(scorer))
+    # An average learns nothing from the rows, so they are scored as they come. (The user's own scorer has a `fit`.)
+    streams = setup.reference is not None and setup.statistic != "both" and not options.early_exit
+    streams = streams and type(scorer) is AverageScorer
+    profile = setup.empty_profile()
+    data = gather(
+        observer,
+        id_data,
+        ood_data,
+        held_out,
+        make=partial(
+            RowStore,
+            statistic=setup.statistic,
+            score=partial(_score, scorer, Vectors(setup.statistic, setup.reference)) if streams else None,
+            digests=held_out is not None,
+            layers=() if setup.reference else setup.layers,
+        ),
+        seen=profile,
+        augment=_augmentation(scorer, id_data, ood_data, held_out, options.rate),
+        batch_size=options.batch_size,
+    )
+    if data.held_out is not None:
+        fitting.warn_if_shared(data.inliers.digests, data.held_out.digests)
+    reference = setup.reference or data.inliers.reference
+    scale = data.inliers.moments(reference) if setup.statistic == "both" else None
+    if options.early_exit:
+        scorer = CascadeScorer.around(scorer, setup.layers, repeated=observer.recorder.repeated)
+    if streams:
+        scores, source = _streamed_scores(data, options.rate)
+    else:
+        parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
+        scores, source = fitting.fit_and_score_inliers(scorer, **parts, rate=options.rate)
+    facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
+    learnt = Learnt(
+        reference, scorer, Calibration.of(scores, options.rate), source, scale, head=observer.head, facts=facts
+    )
+    return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
+
+
+def observe(vectors: Vectors, stats: ChannelStats) -> Observation:
+    """Return what a scorer may see of channel statistics."""
+    return Observation(vectors(stats.means, stats.variances), stats.logits, stats.feature)
+
+
+def _augmentation(
+    scorer: Scorer, id_data: Any, ood_data: Any, held_out: Any, rate: float
+) -> PermuteBlocks | RotateSome | None:
+    """Return what else to make of the in-distribution images: crafted outliers, images to calibrate on, or nothing."""
+    if ood_data is None and getattr(scorer, "uses_outliers", False):
+        return PermuteBlocks()
+    if held_out is None and needs_of(scorer):
+        # Logits and features of images that the model memorised are no measure of those of fresh images.
+        return RotateSome(fitting.rotate_every(count_rows(id_data), rate))
+    return None
+
+
+def _score(scorer: Scorer, vectors: Vectors, stats: ChannelStats) -> tuple[Tensor, Tensor]:
+    observation = observe(vectors, stats)
+    return score_rows(scorer, observation), observation.vector
+
+
+def _streamed_scores(data: FitData, rate: float) -> tuple[Tensor, fitting.Source]:
+    held_out = None if data.held_out is None else data.held_out.scores
+    return fitting.choose_scores(data.inliers.scores, held_out, rate)

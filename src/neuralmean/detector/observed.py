@@ -1,0 +1,72 @@
+"""Everything that one forward pass gives: what `Detector.observe` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuralmean.detector.decision import Decision, Explanation
+from neuralmean.recording.observer import ChannelStats
+from neuralmean.scorers import Observation
+from neuralmean.stats.channels import main_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What one forward pass showed of N inputs.
+
+    Attributes:
+        output: The model's own output; None if an early exit stopped the pass.
+        decision: What the detector says of the inputs; None as long as the detector has no threshold.
+        score: The scores, shape (N,); higher = more OOD.
+        stats: Channel means and variances, logits and feature, as recorded; None if an early exit stopped the pass.
+        vectors: The discrepancy vectors, shape (N, D); None if an early exit stopped the pass.
+        explainer: Explains scores; see `explain`.
+    """
+
+    output: Any
+    decision: Decision | None
+    score: Tensor
+    stats: ChannelStats | None
+    vectors: Tensor | None
+    explainer: Callable[[Observation, Tensor], Explanation]
+
+    @property
+    def logits(self) -> Tensor | None:
+        """The model's logits, shape (N, K), where the scorer needs them."""
+        return None if self.stats is None else self.stats.logits
+
+    @property
+    def feature(self) -> Tensor | None:
+        """The input of the model's last linear layer, shape (N, F), where the scorer needs it."""
+        return None if self.stats is None else self.stats.feature
+
+    @property
+    def main_output(self) -> Tensor | None:
+        """The main tensor of the model's output, shape (N, ...), on the CPU; None where it has no row for each input."""
+        main = main_tensor(self.output)
+        if main is None or main.dim() == 0 or len(main) != len(self.score):
+            return None
+        return main.detach().cpu()
+
+    def explain(self, rows: Tensor | slice = slice(None)) -> Explanation | None:
+        """Return which layers and channels made the scores what they are, without another pass.
+
+        Args:
+            rows: Of which inputs.
+
+        Returns:
+            None if an early exit stopped the pass: the later layers never ran.
+        """
+        if self.vectors is None or self.stats is None:
+            return None
+        with torch.inference_mode(False):
+            observation = Observation(self.vectors, self.stats.logits, self.stats.feature)
+            return self.explainer(observation[rows], self.score[rows])
+
+    def __len__(self) -> int:
+        return len(self.score)

@@ -1,0 +1,84 @@
+"""A saved detector together with its model: what the command, the service and the workers start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector.detector import Detector
+from neuralmean.errors import InputError
+from neuralmean.files.artefact import Artefact
+from neuralmean.models.spec import resolve
+
+
+@dataclass(frozen=True)
+class SavedDetector:
+    """A detector that is ready for use, and what its images need."""
+
+    detector: Detector
+    preprocessing: Preprocessing | None
+
+    def need_preprocessing(self) -> Preprocessing:
+        """Return the preprocessing, or raise where nobody says what it is."""
+        if self.preprocessing is None:
+            raise InputError(
+                "Expected to know how the model's images are prepared, but neither the file nor the model says. "
+                "Fit again with --mean, --std and --size."
+            )
+        return self.preprocessing
+
+    def freeze(self) -> None:
+        """Have the model run as one graph, which is faster: see `Detector.freeze`.
+
+        Raises:
+            InputError: The size of the model's input is not known, or the model is no fixed graph.
+        """
+        example = None if self.preprocessing is None else self.preprocessing.example()
+        if example is None:
+            raise InputError(
+                "Expected a model whose inputs are images of one size to freeze, but neither the file nor the model says which. "
+                "Fit again with --size, or leave out --freeze."
+            )
+        try:
+            self.detector.freeze(example)
+        except InputError as error:
+            raise InputError(f"{error} Leave out --freeze.") from error
+
+
+def open_saved(path: str | Path, *, model: str | None = None, weights: str | Path | None = None) -> SavedDetector:
+    """Read a saved detector and build the model that it was fitted on.
+
+    Args:
+        path: The saved file; its header remembers the model's spec, its weights and the preprocessing.
+        model: Spec of the model, instead of what the file says.
+        weights: Weights of the model, instead of what the file says.
+
+    Raises:
+        InputError: The file does not say which model it belongs to, or the model cannot be rebuilt.
+        ModelMismatchError: The model could be rebuilt but is not the one of the fit.
+    """
+    info = Artefact.read(path).header.get("info")
+    info = info if isinstance(info, dict) else {}
+    spec = model or info.get("model")
+    if not isinstance(spec, str):
+        raise InputError(f"Expected {str(path)!r} to say which model it belongs to, but it does not. Pass the model.")
+    resolved = resolve(spec, weights=_find_weights(Path(path), info, weights), trusted=model is not None)
+    raw = info.get("preprocessing")
+    preprocessing = Preprocessing.from_json(raw) if isinstance(raw, dict) else resolved.preprocessing
+    return SavedDetector(Detector.load(path, resolved.model), preprocessing)
+
+
+def _find_weights(path: Path, info: dict[str, object], weights: str | Path | None) -> Path | None:
+    if weights is not None:
+        return Path(weights)
+    remembered = info.get("weights")
+    if not isinstance(remembered, str):
+        return None
+    for candidate in (Path(remembered), path.parent / Path(remembered).name):
+        if candidate.is_file():
+            return candidate
+    raise InputError(
+        f"Expected the model's weights at {remembered!r}, as when {str(path)!r} was fitted, but they are not there. "
+        "Say where they are with --weights."
+    )

@@ -1,0 +1,140 @@
+"""What a long run has finished so far, on disk: one line per finished part, in order, so that the run can resume.
+
+A line carries a checksum and the key of its part. After a crash whatever is whole is kept and the rest is cut off; what a
+key means is the business of whoever writes it. Only one run writes; a second one at the same file is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from neuralmean.errors import ArtefactError, InputError
+from neuralmean.files.atomic import DISK_FULL
+
+
+class Entry(NamedTuple):
+    """One finished part: its key, its content as JSON values, and where its line ends in the file."""
+
+    key: str
+    content: Any
+    end: int
+
+
+class Journal:
+    """The finished parts of one run that ends in the file `out`, kept beside it in `OUT.partial`.
+
+    Args:
+        out: The output, which need not exist yet.
+        run: What the run is (detector, settings): lines of another run are not used.
+        resume: Whether to go on from what is there.
+        refuse_others: Whether a journal of another run is an error instead of being begun anew.
+
+    Attributes:
+        path: Where the journal is.
+        start: Where its entries begin in the file.
+    """
+
+    def __init__(self, out: Path, run: str, *, resume: bool, refuse_others: bool = False) -> None:
+        if not out.name or out.is_dir():
+            raise ArtefactError(
+                f"Expected {str(out)!r} to be a file to write, but it is a folder. Name a file inside it."
+            )
+        self.path = out.with_name(out.name + ".partial")
+        first = _line("run", run.encode())
+        self.start = len(first)
+        self._file = _open(self.path)
+        try:
+            found = self._file.readline() if resume else b""
+            if found != first:
+                if refuse_others and found.endswith(b"\n"):
+                    raise InputError(
+                        f"Expected {str(self.path)!r} to be of the same detector and settings, but it is not. "
+                        "Leave out --resume to start again."
+                    )
+                self.cut(0)
+                self._write(first)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every finished part, in order, up to the first line that is not whole."""
+        end = self.start
+        with self.path.open("rb") as file:
+            file.seek(end)
+            while line := file.readline():
+                checksum, _, rest = line.rstrip(b"\n").partition(b" ")
+                if not line.endswith(b"\n") or checksum != _checksum(rest):
+                    return
+                key, _, content = rest.partition(b" ")
+                end += len(line)
+                yield Entry(key.decode("ascii"), json.loads(content), end)
+
+    def add(self, key: str, content: Any) -> None:
+        """Record that a part is done, with its content as JSON values."""
+        self._write(_line(key, json.dumps(content).encode("ascii")))
+
+    def cut(self, end: int | None = None) -> int:
+        """Forget what comes after `end`, the end of an entry; None keeps all that are whole. Returns the new end."""
+        if end is None:
+            end = self.start
+            for entry in self.entries():
+                end = entry.end
+        self._file.truncate(end)
+        return self._file.seek(end)
+
+    def close(self) -> None:
+        """Let go of the file; another run may go on from it."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """Delete it: the result is written."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            why = "the disk is full" if error.errno in DISK_FULL else f"the system said: {error.strerror or error}"
+            raise ArtefactError(
+                f"Expected to write {str(self.path)!r}, but {why}. What is finished is kept: run it again to go on."
+            ) from error
+
+
+def _line(key: str, content: bytes) -> bytes:
+    rest = key.encode("ascii") + b" " + content
+    return _checksum(rest) + b" " + rest + b"\n"
+
+
+def _checksum(content: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(content)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file to read and write, making it where there is none, and keep others out."""
+    try:
+        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+    except OSError as error:
+        raise ArtefactError(
+            f"Expected to write {str(path)!r}, but the system said: {error.strerror or error}. Choose another path."
+        ) from error
+    try:
+        import fcntl
+    except ImportError:  # Windows: two runs at one file are then the user's business
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ArtefactError(
+            f"Expected to be the only run that writes {str(path)!r}, but another one is at it. Wait for it, or choose "
+            "another output."
+        ) from None
+    return file

@@ -1,0 +1,1 @@
+"""Integrations with the tools around PyTorch, each an optional extra."""

@@ -1,0 +1,128 @@
+"""What is said of an image, and how it is written: a table, JSON lines, CSV or parquet. Knows nothing of how it is found."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neuralmean.data.images import Unreadable
+from neuralmean.errors import InputError, MissingExtraError
+from neuralmean.files.atomic import write_atomically
+
+FORMATS = ("table", "json", "csv", "parquet")
+_BY_ENDING = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "table"}
+_ROWS_AT_ONCE = 10_000
+
+
+class ScoreRow(NamedTuple):
+    """What is said of one image; higher scores = more OOD."""
+
+    path: str
+    score: float
+    p_value: float
+    is_ood: bool
+
+
+class FinishedPart(NamedTuple):
+    """What a journal keeps of a finished part: the rows of its images, and what could not be read."""
+
+    rows: list[ScoreRow]
+    unreadable: list[Unreadable]
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON values."""
+        return [list(self.rows), [[note.path, note.reason] for note in self.unreadable]]
+
+    @classmethod
+    def from_json(cls, content: Any) -> FinishedPart:
+        """Rebuild it from what `to_json` returned."""
+        rows, unreadable = content
+        return cls([ScoreRow(*row) for row in rows], [Unreadable(*note) for note in unreadable])
+
+
+def format_of(out: Path | None, asked: str | None) -> str:
+    """Return the format to write: what was asked for, else what the file's ending says, or a table without a file."""
+    if asked is not None and asked not in FORMATS:
+        raise InputError(f"Expected the format to be one of {list(FORMATS)}, but got {asked!r}.")
+    chosen = asked or ("table" if out is None else _BY_ENDING.get(out.suffix.lower()))
+    if chosen is None:
+        raise InputError(
+            f"Expected `out` to end in one of {sorted(_BY_ENDING)}, but got {str(out)!r}. Use one, or name the format."
+        )
+    if chosen == "parquet":
+        if out is None:
+            raise InputError("Expected a file to write parquet to. Pass --out FILE.")
+        _import_parquet()
+    return chosen
+
+
+def write_rows(out: Path, kind: str, rows: Iterable[ScoreRow]) -> None:
+    """Write rows to a file, whole or not at all."""
+    if kind == "parquet":
+        _write_parquet(out, rows)
+        return
+    with write_atomically(out, "w") as file:
+        file.writelines(f"{line}\n" for line in format_rows(kind, rows))
+
+
+def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> Iterator[str]:
+    """Yield the lines of a table, of JSON or of CSV.
+
+    Example:
+        >>> list(format_rows("csv", [ScoreRow("a,b.png", 1.5, 0.25, False)]))
+        ['path,score,p_value,is_ood', '"a,b.png",1.5,0.25,false']
+    """
+    if kind == "json":
+        yield from (json.dumps(row._asdict()) for row in rows)
+    elif kind == "csv":
+        if header:
+            yield ",".join(ScoreRow._fields)
+        yield from (_csv_line(row) for row in rows)
+    else:
+        if header:
+            yield f"{'verdict':<8}{'p-value':>9}{'score':>12}  path"
+        for row in rows:
+            yield f"{'OOD' if row.is_ood else 'ok':<8}{row.p_value:>9.4f}{row.score:>12.4f}  {_as_text(row.path)}"
+
+
+def _as_text(path: str) -> str:
+    """The path with bytes that are no text written out, as JSON does: Linux allows any bytes in the name of a file."""
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
+def _csv_line(row: ScoreRow) -> str:
+    class Line:
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text = text
+
+    line = Line()
+    # Python before 3.11.9 quotes a line end in a name only if it is one that ends lines here.
+    csv.writer(line, lineterminator="\r\n").writerow(
+        [_as_text(row.path), repr(row.score), repr(row.p_value), str(row.is_ood).lower()]
+    )
+    return line.text.removesuffix("\r\n")
+
+
+def _write_parquet(out: Path, rows: Iterable[ScoreRow]) -> None:
+    pyarrow, parquet = _import_parquet()
+    kinds = (pyarrow.string(), pyarrow.float64(), pyarrow.float64(), pyarrow.bool_())
+    schema = pyarrow.schema(list(zip(ScoreRow._fields, kinds, strict=True)))
+    rows = (row._replace(path=_as_text(row.path)) for row in rows)
+    with write_atomically(out) as file, parquet.ParquetWriter(file, schema) as writer:
+        while part := list(islice(rows, _ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.table(list(map(list, zip(*part, strict=True))), schema=schema))
+
+
+def _import_parquet() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingExtraError("Parquet needs pyarrow. Install it with `pip install neuralmean[report]`.") from None
+    return pyarrow, parquet

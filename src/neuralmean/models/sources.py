@@ -1,0 +1,40 @@
+"""Kinds of models that packages register: what `KIND:NAME` means beside timm, torchvision and plain Python.
+
+A package registers a `ModelSource` under the entry point group `neuralmean.models`; the benchmark's own models are one.
+Only installed packages can register, so a saved file may name such a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+
+from neuralmean.models.weights import Builder
+
+GROUP = "neuralmean.models"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Builds models by name.
+
+    Attributes:
+        builder: Returns what builds the model of a name, given a number of classes or None; raises `InputError` for a
+            name that it does not know.
+        size: Height and width of the images of all of its models, where they have one size.
+    """
+
+    builder: Callable[[str], Builder]
+    size: tuple[int, int] | None = None
+
+
+@lru_cache
+def find_source(kind: str) -> ModelSource | None:
+    """Return the source that an installed package registered as `kind`, or None where there is none."""
+    for entry in entry_points(group=GROUP, name=kind):
+        source = entry.load()
+        if isinstance(source, ModelSource):
+            return source
+    return None

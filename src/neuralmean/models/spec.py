@@ -1,0 +1,307 @@
+"""From what a person types, or a saved detector remembers, to a model with its weights and preprocessing.
+
+A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME` or `bench:NAME`. Nothing
+is ever downloaded and nothing unpickled: weights come from a safetensors file or a torch file with tensors only.
+
+A spec that a saved file brings along is not the user's own word. With `trusted=False` it may name any model of timm,
+torchvision or the benchmark, but of other code only classes derived from `nn.Module` and functions of the user's own
+modules: not the standard library, not this library, not a function of an installed package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuralmean.data.preprocessing import Preprocessing, import_quietly
+from neuralmean.errors import ArtefactError, InputError
+from neuralmean.models.sources import find_source
+from neuralmean.models.weights import Builder, load_weights, read_weights
+
+__all__ = ["ResolvedModel", "resolve"]
+
+PREFIXES = ("timm", "torchvision", "bench")
+FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME` or `bench:NAME`"
+DEMO = "neuralmean.cli.demo:DigitNet"  # of all that is in this library, what a saved file may name
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that is ready to be watched.
+
+    Attributes:
+        model: The model, in eval mode, on the CPU.
+        spec: What it was built from.
+        preprocessing: What its images need; None where nobody says.
+        weights_path: Where its weights come from; None leaves them as the callable, or chance, made them.
+    """
+
+    model: nn.Module
+    spec: str
+    preprocessing: Preprocessing | None
+    weights_path: Path | None
+
+
+def resolve(
+    spec: str,
+    *,
+    weights: str | Path | None = None,
+    trusted: bool = True,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    size: tuple[int, int] | None = None,
+) -> ResolvedModel:
+    """Build the model that `spec` names, load its weights, and find out what its images need.
+
+    Preprocessing is what the arguments say, else what the metadata of a safetensors file say (`mean`, `std`, `size`), else
+    what timm or torchvision evaluate the model with. Where the weights have another number of classes than a model of
+    timm, torchvision or the benchmark has by itself, the model is built with theirs. A model without weights has random
+    ones, always the same.
+
+    Args:
+        spec: The model; see this module's description.
+        weights: A safetensors file, or a torch file with a state dict, bare or under `state_dict`.
+        trusted: False for a spec that comes from a file and not from the user.
+        mean: Mean of each channel, on a scale of 0 to 1.
+        std: Standard deviation of each channel.
+        size: Height and width of the model's input.
+
+    Example:
+        >>> resolve("torch.nn:Identity").model
+        Identity()
+    """
+    kind, name = _split(spec)
+    path = None if weights is None else Path(weights)
+    with torch.random.fork_rng(devices=[]):
+        build = _builder(kind, name, spec, trusted)  # importing may draw random numbers, but only the first time
+        loaded = None if path is None else read_weights(path)
+        torch.manual_seed(0)
+        model = build(None)
+        if loaded is not None:
+            is_known = kind in PREFIXES or find_source(kind) is not None
+            expected = f"Expected {str(path)!r} to hold the weights of {spec!r}"
+            model = load_weights(model, loaded.tensors, rebuild=build if is_known else None, expected=expected)
+    preprocessing = _preprocessing(
+        _own_preprocessing(kind, name, model),
+        {} if loaded is None else loaded.metadata,
+        mean=mean,
+        std=std,
+        size=size,
+        usual_size=None if (source := find_source(kind)) is None else source.size,
+    )
+    model.eval()  # which need not return the model
+    return ResolvedModel(model, spec, preprocessing, path)
+
+
+def _split(spec: str) -> tuple[str, str]:
+    kind, mark, name = spec.partition(":")
+    if not mark or not kind or not name:
+        hint = f" Did you mean 'timm:{spec}'?" if re.fullmatch(r"[a-z0-9_.]+", spec) else ""
+        raise InputError(f"Expected a model as {FORMS}, but got {spec!r}.{hint}")
+    if kind.endswith(".py") or "/" in kind or "\\" in kind:
+        module = kind.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
+        raise InputError(f"Expected a module and not a file, but got {spec!r}. Did you mean '{module}:{name}'?")
+    return kind, name
+
+
+def _builder(kind: str, name: str, spec: str, trusted: bool) -> Builder:
+    if kind == "timm":
+        return _timm_builder(name)
+    if kind == "torchvision":
+        return _torchvision_builder(name)
+    if (source := find_source(kind)) is not None:
+        return source.builder(name)
+    factory = _find_callable(kind, name, spec, trusted)
+    return lambda classes: _call(factory, spec)
+
+
+def _timm_builder(name: str) -> Builder:
+    timm = import_quietly("timm", "timm")
+    # `hf-hub:` and `local-dir:` names would make timm fetch a model; only registered names pass.
+    if not re.fullmatch(r"[\w.-]+", name) or not timm.is_model(name):
+        raise InputError(
+            f"Expected the name of a timm model, but got {name!r}.{_did_you_mean(name, timm.list_models())}"
+        )
+
+    def build(classes: int | None) -> nn.Module:
+        try:
+            model: nn.Module = timm.create_model(
+                name, pretrained=False, **({} if classes is None else {"num_classes": classes})
+            )
+        except RuntimeError as error:
+            raise InputError(f"Expected the name of a timm model, but got {name!r}: {error}") from error
+        return model
+
+    return build
+
+
+def _torchvision_builder(name: str) -> Builder:
+    models = import_quietly("torchvision.models", "torchvision")
+    known = models.list_models()
+    if name not in known:
+        raise InputError(f"Expected the name of a torchvision model, but got {name!r}.{_did_you_mean(name, known)}")
+    options: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None  # else the backbone of a detector is downloaded
+    if name in ("inception_v3", "googlenet"):
+        options["init_weights"] = False  # else a warning and half a minute of random numbers
+
+    def build(classes: int | None) -> nn.Module:
+        model: nn.Module = models.get_model(name, **options, **({} if classes is None else {"num_classes": classes}))
+        return model
+
+    return build
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    by_lower = {one.lower(): one for one in known}
+    close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), list(by_lower), n=3)]
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _find_callable(module_name: str, name: str, spec: str, trusted: bool) -> Any:
+    if not _DOTTED.fullmatch(module_name) or not _DOTTED.fullmatch(name):
+        raise InputError(f"Expected a model as {FORMS}, but got {spec!r}.")
+    if not trusted:
+        _refuse_foreign_module(module_name, name, spec)
+    module = _import(module_name, spec)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise InputError(
+                f"Expected {module_name!r} to have {name!r}, but it does not.{_did_you_mean(part, dir(found))}"
+            )
+        found = getattr(found, part)
+    if not trusted:
+        _refuse_foreign_object(module, found, spec)
+    if not callable(found):
+        raise InputError(
+            f"Expected {spec!r} to be something that makes a model, but it is of type {type(found).__name__}."
+        )
+    return found
+
+
+def _import(name: str, spec: str) -> ModuleType:
+    # Like `python -m`: what lies in the working folder can be named.
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise InputError(
+                f"Expected to import {name!r} for {spec!r}, but it needs {error.name!r}, which is not installed."
+            ) from error
+        hint = _did_you_mean(name, PREFIXES)
+        raise InputError(
+            f"Expected a model as {FORMS}, but got {spec!r} and there is no module {name!r}.{hint} "
+            "Install it, or run this in the folder that holds it."
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"Expected to import {name!r} for {spec!r}, but it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _refuse_foreign_module(module: str, name: str, spec: str) -> None:
+    """Refuse, before anything is imported, what a file has no business to name."""
+    parts = module.split(".")
+    if spec == DEMO:
+        return
+    if parts[0] in sys.stdlib_module_names or parts[0] in sys.builtin_module_names or parts[0] == "neuralmean":
+        raise InputError(
+            f"Expected the file to name a model, but it names {spec!r}, which is part of Python or of this library. "
+            "Do not use the file, or name the model yourself."
+        )
+    if "." in name or any(part.startswith("__") for part in (*parts, name)):
+        raise InputError(
+            f"Expected the file to name a model, but it names {spec!r}. Do not use the file, or name the model yourself."
+        )
+
+
+def _refuse_foreign_object(module: ModuleType, found: Any, spec: str) -> None:
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return
+    installed = {"site-packages", "dist-packages"} & set(Path(module.__file__ or "site-packages").parts)
+    if not (inspect.isfunction(found) and found.__module__ == module.__name__) or installed:
+        raise InputError(
+            f"Expected the file to name an `nn.Module` class or a function of your own modules, but it names {spec!r}. "
+            "If you trust it, name the model yourself."
+        )
+
+
+def _call(factory: Any, spec: str) -> nn.Module:
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        model = factory()
+    except Exception as error:
+        raise InputError(
+            f"Expected {spec!r} to make a model when called without arguments, but it raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"Expected {spec!r} to return a torch.nn.Module, but it returned {type(model).__name__}.")
+    return model
+
+
+def _own_preprocessing(kind: str, name: str, model: nn.Module) -> Preprocessing | None:
+    try:
+        if kind == "torchvision":
+            return Preprocessing.for_torchvision(name)
+        return Preprocessing.for_timm(model) if getattr(model, "pretrained_cfg", None) else None
+    except (InputError, KeyError, TypeError):
+        return None  # a detector, a model without published weights: nobody says
+
+
+def _preprocessing(
+    own: Preprocessing | None,
+    metadata: dict[str, str],
+    *,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    size: tuple[int, int] | None,
+    usual_size: tuple[int, int] | None,
+) -> Preprocessing | None:
+    mean = mean if mean is not None else _numbers(metadata, "mean")
+    std = std if std is not None else _numbers(metadata, "std")
+    size = size if size is not None else _size(metadata)
+    if mean is None and std is None and size is None:
+        return own
+    if own is None and (mean is None or std is None):
+        raise InputError("Expected mean and std of the model's images, but got only one of them or a size. Give both.")
+    if own is None:
+        return Preprocessing(size or usual_size, tuple(mean or ()), tuple(std or ()), channels=len(mean or ()))
+    mean, std = tuple(own.mean if mean is None else mean), tuple(own.std if std is None else std)
+    return replace(own, size=size or own.size, mean=mean, std=std, channels=len(mean))
+
+
+def _numbers(metadata: dict[str, str], key: str) -> tuple[float, ...] | None:
+    """Numbers from `0.5,0.5,0.5`, with or without brackets."""
+    if key not in metadata:
+        return None
+    try:
+        return tuple(float(part) for part in re.split(r"[,x\s]+", metadata[key].strip("[]() ")))
+    except ValueError as error:
+        raise ArtefactError(
+            f"Expected the {key!r} that the weights file gives to be numbers, but got {metadata[key]!r}. "
+            "Give mean, std and size yourself."
+        ) from error
+
+
+def _size(metadata: dict[str, str]) -> tuple[int, int] | None:
+    sides = _numbers(metadata, "size")
+    return None if sides is None else (int(sides[0]), int(sides[-1]))

@@ -1,0 +1,1 @@
+"""Monitoring: a stream of decisions, watched for drift."""

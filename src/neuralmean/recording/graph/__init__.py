@@ -1,0 +1,1 @@
+"""Graphs: the recorded forward pass as one exported, compiled program."""

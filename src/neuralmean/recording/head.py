@@ -1,0 +1,51 @@
+"""Which layer gives the logits: the linear layer whose output is the model's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neuralmean.data.batch import Batch
+from neuralmean.models.execution import Modules, device_of, eval_mode, translate_input_errors, uncompiled
+from neuralmean.models.layers import unwrap
+from neuralmean.recording.hooks import Hook, Hooks
+from neuralmean.stats.channels import main_tensor
+
+
+def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
+    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer.
+
+    Raises:
+        ModelInputError: The model cannot take the batch, which the caller calls `name`.
+    """
+    core = unwrap(uncompiled(model))  # a compiler would compile the hooks too
+    outputs: dict[str, Tensor] = {}
+    thread = threading.get_ident()
+
+    def keep(layer: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, *rest: Any) -> None:
+            if threading.get_ident() == thread and isinstance(rest[-1], Tensor):
+                outputs[layer] = rest[-1]
+
+        return hook
+
+    hooks = [
+        Hook(module, keep(layer), False) for layer, module in core.named_modules() if isinstance(module, nn.Linear)
+    ]
+    # A model may write to its input, which is needed again.
+    moved = batch.to(device_of(core.modules())).each(Tensor.clone)
+    with translate_input_errors(core, batch, name), eval_mode(Modules(core)), torch.no_grad(), Hooks(hooks):
+        result = main_tensor(core(*moved.args, **moved.kwargs))
+    if result is None:
+        return None
+    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
+    same = [
+        layer
+        for layer, output in outputs.items()
+        if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
+    ]
+    return same[-1] if same else None

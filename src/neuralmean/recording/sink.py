@@ -1,0 +1,245 @@
+"""What one forward pass shows of the watched layers.
+
+Each activation is reduced inside a hook and then released. A hook ignores threads other than the one that registered it.
+
+Plain activations are summed, and all sums are divided once after the pass. Anything else (another type, a mask, a second
+call of a layer, variances) is averaged on the spot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from neuralmean.data.batch import Batch
+from neuralmean.errors import InputError, LayerNotFiredError
+from neuralmean.models.layers import Layer
+from neuralmean.recording.exits import ExitTracker
+from neuralmean.recording.hooks import Hook, first_argument
+from neuralmean.recording.plan import Plan
+from neuralmean.recording.result import Exits, Recording
+from neuralmean.stats.channels import channel_mean, channel_mean_variance, main_tensor
+
+_FLOAT = torch.float32
+
+
+class _Current(threading.local):
+    sink: Sink | None = None
+
+
+_current = _Current()  # the pass that this thread is in: the innermost, where passes are nested
+
+
+class Sink:
+    """Collects the reduced activations of one pass.
+
+    Args:
+        plan: What the passes have in common.
+        batch: The inputs; None for a model that is traced, whatever thread runs it: nothing there may depend on a shape.
+        variance: Whether to record variances too.
+        head: Name of the layer that gives the logits, where those are wanted.
+        exits: Where the pass may be stopped.
+    """
+
+    def __init__(
+        self, plan: Plan, batch: Batch | None, *, variance: bool, head: str | None, exits: Exits | None = None
+    ) -> None:
+        self.plan, self.layers, self.variance, self.head, self.exits = plan, plan.layers, variance, head, exits
+        self.watched, self._dims = plan.watched, plan.dims
+        self.mask: Tensor | None = None
+        self.size: int | None = None
+        self._is_for_thread = batch is not None
+        self._sums_up = False
+        if batch is not None:
+            first = batch.first
+            self.mask, self.size, self._device = batch.mask, first.shape[0], first.device
+            self._sums_up = not variance and self.mask is None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.shapes: list[torch.Size | None] = [None] * len(self.layers)  # of the activations that were summed up
+        self.values: list[Tensor | None] = [None] * len(self.layers)  # their sums; of others means, added up over calls
+        self.variances: dict[int, Tensor] = {}
+        self.calls: dict[int, int] = {}  # of the others
+        self.feature: Tensor | None = None
+        self.logits: Tensor | None = None
+        self._tracker = None if self.exits is None else ExitTracker(self.exits)
+        self._end = 0 if self._tracker is None else self._tracker.end  # exits read the layers before this one only
+
+    def hooks(self) -> list[Hook]:
+        """Return the hooks that show the watched layers and the head to this sink."""
+        hooks = [
+            Hook(module, partial(self._on_input if layer.reads_input else self._on_output, index), layer.reads_input)
+            for index, (layer, module) in enumerate(zip(self.layers, self.watched, strict=True))
+        ]
+        if self.head is not None:
+            hooks.append(Hook(self.plan.module(self.head), self._on_head, False))
+        return hooks
+
+    def __enter__(self) -> Self:
+        self._outer, _current.sink = _current.sink, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.sink = self._outer
+
+    def _is_other_pass(self) -> bool:
+        """Whether a hook was called by another thread, or by a pass inside this one."""
+        return self._is_for_thread and _current.sink is not self
+
+    def _on_input(self, index: int, module: nn.Module, args: tuple[Any, ...], *rest: Mapping[str, Any]) -> None:
+        if not self._is_other_pass():
+            self.add(index, first_argument(args, rest[0]))
+
+    def _on_output(self, index: int, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if not self._is_other_pass():
+            self.add(index, main_tensor(rest[-1]))
+
+    def _on_head(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if self._is_other_pass():
+            return
+        kwargs, output = rest
+        feature, logits = first_argument(args, kwargs), main_tensor(output)
+        last = isinstance(module, nn.Linear)
+        if self.size is not None and feature.shape[0] != self.size:
+            raise InputError(
+                f"Expected one row for each of the {self.size} inputs at the head {self.head!r}, but got {feature.shape[0]}. "
+                "Name another layer as `head`, or pass `head=False`."
+            )
+        self.feature = channel_mean(feature.detach(), channels_last=last, mask=self._mask_for(feature))
+        if logits is not None:
+            self.logits = channel_mean(logits.detach(), channels_last=last, mask=self._mask_for(logits))
+
+    def _mask_for(self, activation: Tensor) -> Tensor | None:
+        fits = self.mask is not None and activation.dim() == 3 and activation.shape[:2] == self.mask.shape
+        return self.mask if fits else None
+
+    def add(self, index: int, activation: Tensor | None) -> None:
+        """Add an activation of a layer."""
+        if self._sums_up and self.values[index] is None and type(activation) is Tensor and activation.dtype is _FLOAT:
+            shape = activation.shape
+            dims = self._dims[index][len(shape)]
+            if dims:
+                self.shapes[index] = shape
+                self.values[index] = torch.sum(activation.detach() if activation.requires_grad else activation, dims)
+                if index < self._end:
+                    self._ask_exits(index)
+                return
+        self._add_any(index, activation)
+
+    def _add_any(self, index: int, activation: Tensor | None) -> None:
+        layer = self.layers[index]
+        if activation is None or activation.dim() < 2:
+            raise InputError(
+                f"Expected layer {layer.name!r} to have a tensor of inputs and channels, but it has none. Leave it out of "
+                "`layers`."
+            )
+        activation = activation.detach()
+        mask = self._mask_for(activation) if layer.channels_last else None
+        if self.variance:
+            mean, variance = channel_mean_variance(activation, channels_last=layer.channels_last, mask=mask)
+            self.variances[index] = variance + self.variances[index] if index in self.variances else variance
+        else:
+            mean = channel_mean(activation, channels_last=layer.channels_last, mask=mask)
+        calls = 0 if self.values[index] is None else self.calls.get(index, 1)  # before this one
+        if calls:
+            if self._tracker is not None and index < self._tracker.looked_at:
+                raise InputError(
+                    f"Expected layer {layer.name!r} to be done at the early exit after it, but it ran again. Fit the detector "
+                    "on the model as it is now and not compiled, or leave `early_exit` out."
+                )
+            mean = mean + self._mean(index) * calls
+        self.values[index], self.shapes[index], self.calls[index] = mean, None, calls + 1
+        if calls == 0 and index < self._end:
+            self._ask_exits(index)
+
+    def _ask_exits(self, index: int) -> None:
+        if self._tracker is not None:
+            self._tracker.look(index, self._means)
+
+    def _mean(self, index: int) -> Tensor:
+        """Return the mean of a layer that has fired, (N, C)."""
+        value, shape = cast(Tensor, self.values[index]), self.shapes[index]
+        if shape is None:
+            return value / self.calls[index] if self.calls[index] > 1 else value
+        return value / (shape.numel() // value.numel() if value.numel() else 1)
+
+    def _means(self, depth: int) -> Tensor:
+        """Return the means of the first `depth` layers concatenated, (N, D'), once they have fired as they should."""
+        if self._sums_up:
+            shapes = self.shapes[:depth]
+            key = self.size, self._device, *shapes
+            counts = self.plan.counts.get(key)
+            if counts is None and None not in shapes:
+                self._check(depth)
+                counts = self.plan.count(key, cast(list[torch.Size], shapes), self._device)
+            if counts is not None:
+                return torch.cat(cast(list[Tensor], self.values[:depth]), dim=1).div_(counts)
+        self._check(depth)
+        return torch.cat([self._mean(index) for index in range(depth)], dim=1)
+
+    def statistics(self) -> tuple[Tensor, Tensor | None]:
+        """Return means and variances of the layers concatenated, (N, D) each; of the first ones, if the pass was stopped.
+
+        Raises:
+            LayerNotFiredError: A layer took no part in the pass.
+            InputError: A layer has other rows than the inputs, or its channels elsewhere.
+        """
+        depth = len(self._seen())
+        means = self._means(depth)
+        if not self.variance:
+            return means, None
+        return means, torch.cat([self.variances[index] / self.calls[index] for index in range(depth)], dim=1)
+
+    def finish(self, output: Any) -> Recording:
+        """Return what was recorded, after the pass."""
+        means, variances = self.statistics()
+        stopped_at = self._stopped_at
+        if self.head is not None and self.feature is None and stopped_at is None:
+            raise LayerNotFiredError(
+                f"Expected the head {self.head!r} to run in the forward pass, but it did not. Name another layer as `head`."
+            )
+        if self.calls:
+            self.plan.repeated |= {index for index, calls in self.calls.items() if calls > 1}
+        return Recording(output, self._seen(), means, variances, self.feature, self.logits, stopped_at)
+
+    def _seen(self) -> tuple[Layer, ...]:
+        """Return the layers that were read: the first ones if the pass was stopped."""
+        if self._tracker is None or self._tracker.stopped_at is None:
+            return self.layers
+        return self.layers[: self._tracker.depths[self._tracker.stopped_at]]
+
+    @property
+    def _stopped_at(self) -> int | None:
+        return None if self._tracker is None else self._tracker.stopped_at
+
+    def _check(self, depth: int) -> None:
+        """Raise unless the first `depth` layers have fired, with as many rows and channels as expected."""
+        silent = [layer.name for layer, value in zip(self.layers[:depth], self.values, strict=False) if value is None]
+        if silent:
+            shown = ", ".join(map(repr, silent[:3])) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
+            raise LayerNotFiredError(
+                f"Expected every watched layer to run in the forward pass, but {shown} did not. It may be used in "
+                "training only, bypassed by a fused kernel or inside a compiled submodule; choose others with `layers`."
+            )
+        if self.size is None:
+            return
+        for layer, value in zip(self.layers[:depth], self.values, strict=False):
+            rows, channels = cast(Tensor, value).shape
+            if channels != layer.channels:
+                raise InputError(
+                    f"Expected {layer.channels} channels in layer {layer.name!r}, but its activation has {channels}. "
+                    "Its channels are not where neuralmean looks for them; leave it out of `layers`."
+                )
+            if rows != self.size:
+                raise InputError(
+                    f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has "
+                    f"{rows}. neuralmean needs the batch as first dimension; leave the layer out of `layers`."
+                )

@@ -1,0 +1,1 @@
+"""Statistics: the mathematics of the paper, free of models."""

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from neuralmean.data.batch import check_input, count_batches, count_rows, to_batch, to_batches
+from neuralmean.errors import InputError
+
+X = torch.arange(10.0).reshape(5, 2)
+Y = torch.arange(5)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X,
+        X.numpy(),
+        X.double().numpy(),
+        (X, Y),
+        {"x": X},
+        TensorDataset(X, Y),
+        TensorDataset(X),
+        Stream(),
+        DataLoader(TensorDataset(X, Y), batch_size=2),
+        [X[:2], X[2:]],
+        [(X[:2], Y[:2]), (X[2:], Y[2:])],
+        [{"x": X}],
+        (batch for batch in [X]),
+    ],
+    ids=[
+        "tensor",
+        "array",
+        "float64",
+        "pair",
+        "dict",
+        "dataset",
+        "dataset1",
+        "stream",
+        "loader",
+        "list",
+        "pairs",
+        "dicts",
+        "generator",
+    ],
+)
+def test_every_kind_of_data_gives_the_same_rows(data):
+    batches = list(to_batches(data, batch_size=2))
+    torch.testing.assert_close(torch.cat([batch.first for batch in batches]), X)
+    assert sum(map(len, batches)) == 5
+
+
+def test_a_dict_is_cut_into_rows_and_other_values_stay():
+    batches = list(to_batches({"x": X, "attention_mask": X > 3, "flag": True}, batch_size=4))
+    assert [len(batch) for batch in batches] == [4, 1]
+    assert batches[1].kwargs["flag"] is True
+    assert batches[1].mask.tolist() == [[True, True]]
+
+
+def test_batches_are_counted_where_that_is_possible():
+    assert count_batches(X, batch_size=2) == 3
+    assert count_batches(TensorDataset(X), batch_size=2) == 3
+    assert count_batches(DataLoader(TensorDataset(X), batch_size=4)) == 2
+    assert count_batches(iter([X])) is None
+    assert count_batches(Stream()) is None
+
+
+@pytest.mark.parametrize(
+    "empty", [X[:0], [], np.zeros((0, 3)), TensorDataset(X[:0])], ids=["tensor", "list", "array", "dataset"]
+)
+def test_empty_data_is_an_error(empty):
+    with pytest.raises(InputError, match="Expected `id_data` to hold at least one example, but it is empty"):
+        list(to_batches(empty, name="id_data"))
+
+
+@pytest.mark.parametrize("data", [3, None, torch.tensor(1.0)], ids=["int", "none", "scalar"])
+def test_data_of_another_kind_is_an_error(data):
+    with pytest.raises(InputError, match="Expected `id_data` to be a tensor, an array, a DataLoader"):
+        list(to_batches(data, name="id_data"))
+
+
+def test_a_path_points_to_the_image_reader():
+    with pytest.raises(InputError, match="To read images from a folder"):
+        list(to_batches("photos/"))
+
+
+def test_a_batch_of_another_kind_is_an_error():
+    with pytest.raises(
+        InputError, match=re.escape("Expected a batch to be x, (x, y) or a dict of inputs, but got str 'a'")
+    ):
+        to_batch("a")
+
+
+def test_a_batch_without_a_tensor_is_an_error():
+    with pytest.raises(InputError, match="Expected a batch that holds a tensor"):
+        len(to_batch({"a": 1}))
+
+
+def test_an_array_of_objects_is_an_error():
+    with pytest.raises(InputError, match="dtype object"):
+        to_batch(np.array([None]))
+
+
+def test_labels_are_noticed():
+    with pytest.raises(InputError, match=r"but got shape \(5,\) of torch.int64. Are these labels"):
+        check_input(to_batch(Y), "id_data")
+
+
+def test_integer_images_are_noticed():
+    with pytest.raises(InputError, match=r"Expected `x` to hold floats, prepared as for training, but got torch.uint8"):
+        check_input(to_batch(torch.zeros(2, 3, 4, 4, dtype=torch.uint8)), "x")
+
+
+def test_a_token_model_may_take_integers():
+    check_input(to_batch(torch.zeros(2, 7, dtype=torch.int64)), "x", tokens=True)
+
+
+def test_rows_are_counted_whatever_the_batches():
+    x = torch.zeros(10, 3)
+    dataset = TensorDataset(x)
+    batches = [x[:4], x[4:]]
+    sampler = BatchSampler(SequentialSampler(dataset), batch_size=2, drop_last=False)
+    assert count_rows(x) == count_rows((x, torch.zeros(10))) == count_rows({"x": x}) == 10
+    assert count_rows(dataset) == count_rows(batches) == count_rows([(batch, batch) for batch in batches]) == 10
+    assert count_rows(DataLoader(dataset, batch_size=5)) == count_rows(DataLoader(dataset, batch_sampler=sampler)) == 10
+    assert count_rows(DataLoader(dataset, batch_size=4)) == 12  # the last batch may be a full one
+    assert count_rows(iter(batches)) is None
+    assert count_rows(DataLoader(Stream(), batch_size=None)) is None
+    assert count_rows(DataLoader(batches, batch_size=None)) is None
+    assert count_rows(3) is None
+
+
+def test_a_sampler_of_some_rows_counts_these():
+    dataset = TensorDataset(torch.zeros(500, 3))
+    some = BatchSampler(SequentialSampler(range(20)), batch_size=8, drop_last=False)
+    assert count_rows(DataLoader(dataset, batch_sampler=some)) == 24
+    assert count_rows(DataLoader(dataset, batch_sampler=[[0, 1], [2]])) is None
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.zeros(3, ">f4"), np.zeros(3, "datetime64[s]")])
+def test_an_array_that_torch_does_not_have_is_told(array):
+    with pytest.raises(InputError, match="Expected an array of numbers that torch has, but got one of dtype"):
+        to_batch(array)

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+
+import pytest
+import torch
+
+from neuralmean import Detector
+from neuralmean.errors import ArtefactError, InputError
+from neuralmean.files.artefact import FORMAT_VERSION, Artefact
+from tests.conftest import make_trained
+
+MODEL = make_trained()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "x.nmd"
+    images = torch.rand(100, 3, 8, 8)
+    Detector(MODEL, scorer="average").calibrate(images).save(path)
+    return path
+
+
+def rewrite(path, change):
+    """Write the file again with a changed header or tensors and a digest that fits: what an attacker would do."""
+    artefact = Artefact.read(path)
+    header = {key: value for key, value in artefact.header.items() if key not in ("digest", "format_version")}
+    tensors = dict(artefact.tensors)
+    change(header, tensors)
+    Artefact(header, tensors).write(path)
+
+
+def test_a_file_is_written_and_read_back(tmp_path):
+    artefact = Artefact({"a": [1, "b"]}, {"t": torch.arange(3.0), "empty": torch.zeros(0), "wide": torch.zeros(0, 5)})
+    artefact.write(tmp_path / "a.nmd")
+    again = Artefact.read(tmp_path / "a.nmd")
+    assert again.header["a"] == [1, "b"]
+    assert again.header["format_version"] == FORMAT_VERSION
+    assert torch.equal(again.tensors["t"], torch.arange(3.0))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ArtefactError, match=r"Expected to read a saved detector from .*none\.nmd', but No such file"):
+        Detector.load(tmp_path / "none.nmd", MODEL)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ArtefactError, match="but it is a folder"):
+        Artefact.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"PK\x03\x04" + bytes(100), b"\xff" * 64, struct.pack("<Q", 10) + b"{}"], ids=range(5)
+)
+def test_something_else_is_not_one_of_ours(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(
+        ArtefactError, match=r"to be a file that `Detector\.save` wrote, but it is not one, or it is truncated"
+    ):
+        Artefact.read(tmp_path / "x")
+
+
+def test_a_truncated_file_is_noticed_at_every_length(saved):
+    content = saved.read_bytes()
+    for length in range(0, len(content), 97):
+        saved.write_bytes(content[:length])
+        with pytest.raises(ArtefactError):
+            Artefact.read(saved)
+
+
+def test_a_single_changed_byte_is_noticed(saved):
+    content, generator = saved.read_bytes(), random.Random(0)
+    for _ in range(300):
+        position = generator.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << generator.randrange(8)
+        saved.write_bytes(bytes(damaged))
+        with pytest.raises(ArtefactError):
+            Artefact.read(saved)
+
+
+def test_a_newer_file_asks_for_an_upgrade(saved):
+    header = {**Artefact.read(saved).header, "format_version": FORMAT_VERSION + 1}
+    metadata = json.dumps({"__metadata__": {"neuralmean": json.dumps(header)}}).encode()
+    saved.write_bytes(struct.pack("<Q", len(metadata)) + metadata)
+    with pytest.raises(
+        ArtefactError, match=f"format version {FORMAT_VERSION} or older, but it has {FORMAT_VERSION + 1}. Upgrade"
+    ):
+        Artefact.read(saved)
+
+
+@pytest.mark.parametrize("version", [None, "1", True, 0], ids=repr)
+def test_a_file_must_say_its_version(saved, version):
+    metadata = json.dumps({"__metadata__": {"neuralmean": json.dumps({"format_version": version})}}).encode()
+    saved.write_bytes(struct.pack("<Q", len(metadata)) + metadata)
+    with pytest.raises(ArtefactError, match="Expected .* to say its format version"):
+        Artefact.read(saved)
+
+
+def test_a_deeply_nested_header_is_refused(saved):
+    metadata = b'{"__metadata__":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    saved.write_bytes(struct.pack("<Q", len(metadata)) + metadata)
+    with pytest.raises(ArtefactError, match="it is not one"):
+        Artefact.read(saved)
+
+
+HOSTILE = {
+    "no layers": lambda h, t: h.pop("layers"),
+    "layers of another kind": lambda h, t: h.update(layers=5),
+    "an unknown scorer": lambda h, t: h["scorer"].update(name="os.system"),
+    "options it does not have": lambda h, t: h["scorer"].update(options={"x": 1}),
+    "an unknown statistic": lambda h, t: h.update(statistic="median"),
+    "a rate out of range": lambda h, t: h["calibration"].update(false_alarm_rate=7),
+    "an unknown source": lambda h, t: h["calibration"].update(source="trust me"),
+    "unsorted scores": lambda h, t: t.update({"calibration.scores": t["calibration.scores"].flip(0)}),
+    "scores of another shape": lambda h, t: t.update({"calibration.scores": torch.zeros(3, 3)}),
+    "too few scores": lambda h, t: t.update({"calibration.scores": torch.zeros(3)}),
+    "no scores": lambda h, t: t.pop("calibration.scores"),
+    "a reference of another width": lambda h, t: t.update({"reference.mean": torch.zeros(3).double()}),
+    "a reference of NaN": lambda h, t: t.update({"reference.mean": torch.full((10,), float("nan")).double()}),
+    "a baseline of another width": lambda h, t: t.update({"baseline.mean": torch.zeros(3).double()}),
+    "a baseline of nobody": lambda h, t: h["moments"].update(baseline=0),
+    "a baseline with squares below zero": lambda h, t: t.update({"baseline.m2": torch.full((10,), -1.0).double()}),
+    "a baseline of other layers": lambda h, t: t.update({"baseline.squares": torch.ones(3).double()}),
+    "a baseline with shares below zero": lambda h, t: t.update({"baseline.squares": -torch.ones(2).double()}),
+    "a baseline with shares above one": lambda h, t: t.update({"baseline.largest": 2 * torch.ones(2).double()}),
+    "a baseline of True": lambda h, t: h["moments"].update(baseline=True),
+    "moments that are no mapping": lambda h, t: h.update(moments=["baseline"]),
+    "a head that is not there": lambda h, t: h.update(head="nowhere"),
+    "a reference of a negative number of examples": lambda h, t: h.update(
+        reference={"source": "data", "count": -(10**400)}
+    ),
+    "info that is no mapping": lambda h, t: h.update(info=[1]),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_file_that_makes_no_sense_is_one_clear_error(saved, change):
+    rewrite(saved, change)
+    with pytest.raises(
+        ArtefactError, match=r"Expected '.*x\.nmd' to describe a detector, but its content makes no sense"
+    ):
+        Detector.load(saved, MODEL)
+
+
+def test_an_absurdly_large_file_is_refused_without_reading_it_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("neuralmean.files.artefact.MAX_BYTES", 1000)
+    (tmp_path / "x").write_bytes(bytes(2000))
+    with pytest.raises(ArtefactError, match="to be at most 0 MiB, but it is larger"):
+        Artefact.read(tmp_path / "x")
+
+
+def test_saving_replaces_the_old_file_or_leaves_it(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ArtefactError, match="but the disk is full"):
+        Detector(MODEL, scorer="average").calibrate(torch.rand(50, 3, 8, 8)).save(saved)
+    assert saved.read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["x.nmd"]
+
+
+def test_numbers_as_keys_are_read_back_as_text(tmp_path):
+    names = {number: f"class {number}" for number in range(12)}  # 2 comes before 10, and "10" before "2"
+    Detector(MODEL, scorer="average").calibrate(torch.rand(100, 3, 8, 8)).save(
+        tmp_path / "x.nmd", info={"names": names}
+    )
+    loaded = Detector.load(tmp_path / "x.nmd", MODEL)
+    assert loaded.info["names"] == {str(number): name for number, name in names.items()}
+
+
+def test_what_is_no_json_is_refused_and_forgotten(tmp_path):
+    detector = Detector(MODEL, scorer="average").calibrate(torch.rand(100, 3, 8, 8))
+    with pytest.raises(InputError, match=r"Expected `info` to hold nothing but JSON values, but it does not \(.*Path"):
+        detector.save(tmp_path / "x.nmd", info={"where": tmp_path})
+    assert detector.info == {}
+    detector.save(tmp_path / "x.nmd")
+
+
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_HEADER_BYTES"])
+def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(f"neuralmean.files.artefact.{limit}", 2**10)
+    with pytest.raises(InputError, match=r"Expected at most .* MiB to save"):
+        Artefact({"long": "x" * 2000}, {}).write(tmp_path / "x.nmd")
+    assert not (tmp_path / "x.nmd").exists()

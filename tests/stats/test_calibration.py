@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuralmean.errors import CalibrationError, InputError
+from neuralmean.stats.calibration import MAX_SCORES, Calibration, check_rate, examples_needed
+
+
+def _reference_p_value(calibration_scores, score):
+    """Counted one by one: how many scores, the new one among them, are at least as large."""
+    return (1 + sum(other >= score for other in calibration_scores)) / (len(calibration_scores) + 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 20), min_size=19, max_size=60), st.integers(-1, 21), st.sampled_from([0.05, 0.1, 0.25]))
+def test_p_value_and_threshold_agree_also_with_ties(scores, score, rate):
+    calibration = Calibration.of(torch.tensor(scores, dtype=torch.float32), rate)
+    p_value = calibration.p_value(torch.tensor([float(score)])).item()
+    assert p_value == pytest.approx(_reference_p_value(scores, score))
+    # p-values are float32, and go in steps of 1 / 61 or more.
+    assert (score > calibration.threshold) == (p_value <= rate + 1e-7)
+
+
+@pytest.mark.parametrize("n", [19, 25, 100, 173])
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2])
+def test_false_alarms_are_at_most_what_was_asked_for(n, rate):
+    """Over 4,000 draws of held-out and fresh scores the share of fresh ones flagged is the rate, minus rounding."""
+    generator = torch.Generator().manual_seed(n)
+    draws, fresh = torch.randn(4000, n, generator=generator), torch.randn(4000, generator=generator)
+    flagged = torch.tensor([Calibration.of(held, rate).threshold < new for held, new in zip(draws, fresh, strict=True)])
+    share, spread = flagged.float().mean().item(), (rate * (1 - rate) / 4000) ** 0.5
+    assert share <= rate + 4 * spread
+    assert share >= rate - 1 / (n + 1) - 4 * spread  # and not much less: the threshold is not needlessly high
+
+
+def test_thinning_keeps_the_guarantee_and_the_size():
+    calibration = Calibration.of(torch.randn(50_000), 0.01)
+    assert len(calibration.scores) == MAX_SCORES
+    assert (torch.randn(100_000) > calibration.threshold).float().mean().item() == pytest.approx(0.01, abs=0.004)
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(0.05, 19), (0.1, 9), (0.01, 99), (0.001, 999), (0.3, 3), (0.5, 1)])
+def test_the_number_needed_is_exact(rate, needed):
+    assert examples_needed(rate) == needed
+    Calibration.of(torch.randn(needed), rate)
+    if needed > 1:
+        message = (
+            f"Expected at least {needed} held-out examples for a false-alarm rate of {rate:g}, but got {needed - 1}."
+        )
+        with pytest.raises(CalibrationError, match=re.escape(message)):
+            Calibration.of(torch.randn(needed - 1), rate)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1, 0, -0.1, 1.5, "0.05", None, True, float("nan")], ids=repr)
+def test_a_rate_out_of_range_is_an_error(value):
+    message = f"Expected `false_alarm_rate` to be a number in the (0, 1) range, but got {value!r}."
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_rate(value)
+
+
+def test_scores_must_be_finite():
+    with pytest.raises(InputError, match="Expected finite scores to calibrate on"):
+        Calibration.of(torch.tensor([float("nan")] * 30), 0.1)
+
+
+def test_thinning_leaves_as_many_scores_as_a_small_rate_needs():
+    scores = torch.randn(30_000, generator=torch.Generator().manual_seed(0))
+    calibration = Calibration.of(scores, 5e-5)
+    assert len(calibration.scores) == 19_999
+    assert calibration.threshold == calibration.scores[-1].item()
+    assert calibration.p_value(torch.tensor([1e9])).item() <= 5e-5
