@@ -16,7 +16,7 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, learn, observe
+from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, learn
 from neuralmean.detector.observed import Observed
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
@@ -342,22 +342,22 @@ class Detector:
         """Score recorded inputs as one batch, as `score_batch` does; higher = more OOD."""
         own = getattr(self.scorer, "score_batch", None)
         if own is not None:
-            return float(own(view_of(self.scorer, observe(self._vectors, stats))))
+            return float(own(view_of(self.scorer, self._observation(stats))))
         if needs := needs_of(self.scorer):
             name = type(self.scorer).__name__
             raise InputError(
                 f"Expected a scorer with `score_batch`, as {name} needs the model's {' and '.join(sorted(needs))}."
             )
         pooled = ChannelStats(*pool_batch(stats.means, stats.variances))
-        return score_rows(self.scorer, observe(self._vectors, pooled)).item()
+        return score_rows(self.scorer, self._observation(pooled)).item()
 
     def discrepancy(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Return the discrepancy vector of each input, shape (N, D); `channels` names the columns."""
-        return observe(self._vectors, self._stats(x, batch_size)).vector
+        return self._observation(self._stats(x, batch_size)).vector
 
     def explain(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Explanation:
         """Return which layers and channels made the scores of `x` what they are."""
-        observation = observe(self._vectors, self._stats(x, batch_size))
+        observation = self._observation(self._stats(x, batch_size))
         return self._explain(observation, score_rows(self.scorer, observation))
 
     # Where and how the model runs.
@@ -395,10 +395,13 @@ class Detector:
         if run is not None and run.stopped and run.scores is not None:
             decision = None if calibration is None else Decision(run.scores, calibration)
             return Observed(None, decision, run.scores, None, None, self._explain)
-        observation = observe(self._vectors, stats)
+        observation = self._observation(stats)
         scores = score_rows(run or scorer, observation)
         decision = None if calibration is None else Decision(scores, calibration)
         return Observed(output, decision, scores, stats, observation.vector, self._explain)
+
+    def _observation(self, stats: ChannelStats) -> Observation:
+        return Observation(self._vectors(stats.means, stats.variances), stats.logits, stats.feature)
 
     def _explain(self, observation: Observation, scores: Tensor) -> Explanation:
         """Return which layers and channels made the scores, (N,), of an observation what they are."""

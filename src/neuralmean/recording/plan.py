@@ -30,6 +30,7 @@ class Plan:
         self.core, self.layers = core, tuple(layers)
         # Over which an activation is to be summed up, by its number of dimensions.
         self.dims = [_DIMS[layer.channels_last] for layer in self.layers]
+        self.reads_input = [layer.reads_input for layer in self.layers]
         self.watched: list[nn.Module] = []  # the layers themselves; call `modules` first
         self.repeated: frozenset[int] = frozenset()  # those that ran more than once in some pass
         self.counts: dict[tuple[Any, ...], Tensor] = {}  # see `count`

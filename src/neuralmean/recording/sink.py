@@ -76,8 +76,8 @@ class Sink:
     def hooks(self) -> list[Hook]:
         """Return the hooks that show the watched layers and the head to this sink."""
         hooks = [
-            Hook(module, partial(self._on_input if layer.reads_input else self._on_output, index), layer.reads_input)
-            for index, (layer, module) in enumerate(zip(self.layers, self.watched, strict=True))
+            Hook(module, partial(self._on_input if before else self._on_output, index), before)
+            for index, (module, before) in enumerate(zip(self.watched, self.plan.reads_input, strict=True))
         ]
         if self.head is not None:
             hooks.append(Hook(self.plan.module(self.head), self._on_head, False))

@@ -43,7 +43,7 @@ def fit_scorer(
 def score_rows(scorer: Scores, observation: Observation) -> Tensor:
     """Return one score per row, shape (N,), after checking that this is what came."""
     scores = scorer.score(view_of(scorer, observation))
-    if not isinstance(scores, Tensor) or scores.shape != (len(observation),):
+    if not isinstance(scores, Tensor) or scores.shape != observation.vector.shape[:1]:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise InputError(f"Expected `score` to return a tensor of shape ({len(observation)},), but got {shape}.")
     scores = scores.detach()
