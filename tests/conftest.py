@@ -60,10 +60,24 @@ def strange() -> Tensor:
     return 2 + 3 * torch.rand(100, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
+_HOOK_STORES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
 def count_hooks(model: nn.Module) -> int:
-    """How many hooks there are on all submodules together, and stand-ins for a `forward`."""
-    stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    hooks = sum(len(getattr(module, store)) for module in model.modules() for store in stores)
+    """How many hooks of any kind there are on all submodules together, and replaced `forward` methods."""
+    hooks = sum(len(getattr(module, store)) for module in model.modules() for store in _HOOK_STORES)
     return hooks + sum("forward" in module.__dict__ for module in model.modules())
 
 

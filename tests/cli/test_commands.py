@@ -17,7 +17,6 @@ from PIL import Image
 from neuralmean import Detector
 from neuralmean.detector.saved import open_saved
 from neuralmean.files.artefact import FORMAT_VERSION
-from neuralmean.recording import Recorder
 from tests.cli.conftest import FIT, pictures, save_pictures
 
 
@@ -252,34 +251,6 @@ class TestScore:
         assert nmd("score", "m.nmd", "many", "--out", "y.csv", "--batch-size", "20")[0] == 0
         assert resumed == (world / "y.csv").read_text()
         assert not partial.exists()
-
-    def test_a_frozen_model_gives_the_same_verdicts_without_running_layer_by_layer(
-        self, saved, nmd, world, monkeypatch
-    ):
-        assert nmd("score", "m.nmd", "new", "--out", "x.jsonl")[0] == 0
-        monkeypatch.setattr(Recorder, "_run", count_and(calls := [], Recorder._run))
-        assert nmd("score", "m.nmd", "new", "--out", "y.jsonl")[0] == 0
-        plain, calls[:] = len(calls), []
-        assert nmd("score", "m.nmd", "new", "--freeze", "--batch-size", 1, "--out", "z.jsonl")[0] == 0
-        assert (plain, len(calls) < 10) == (
-            1,
-            True,
-        )  # those that the graph is compared with, whatever there is to score
-        found, expected = (
-            [json.loads(line) for line in (world / name).read_text().splitlines()] for name in ("z.jsonl", "x.jsonl")
-        )
-        assert [(row["path"], row["is_ood"]) for row in found] == [(row["path"], row["is_ood"]) for row in expected]
-        assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4, abs=1e-4)
-
-    def test_a_run_is_not_gone_on_with_frozen(self, saved, nmd, world):
-        from neuralmean.jobs import journal
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(journal.Journal, "remove", lambda *_: sys.exit(1))
-            assert nmd("score", "m.nmd", "new", "--out", "x.csv")[0] == 1
-        code, _, err = nmd("score", "m.nmd", "new", "--out", "x.csv", "--resume", "--freeze")
-        assert (code, "Leave out --resume to start again" in err) == (1, True)
-        assert nmd("score", "m.nmd", "new", "--out", "x.csv", "--resume")[0] == 0
 
     def test_a_run_with_other_settings_is_not_gone_on_with(self, saved, nmd, world):
         (world / "x.csv.partial").write_text('{"key": "another"}\n')

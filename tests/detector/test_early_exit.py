@@ -198,7 +198,7 @@ def test_a_scorer_that_needs_more_than_the_vector_gets_it():
         needs = frozenset({"logits"})
 
         def score(self, vectors):
-            return vectors.vector.abs().mean(1) + vectors.output[:, 0]
+            return vectors.vector.abs().mean(1) + vectors.logits[:, 0]
 
     rows = Observation(torch.randn(200, 12), torch.zeros(200, 2))
     cascade = CascadeScorer.around(Needs(), LAYERS)
@@ -264,78 +264,6 @@ class TestFitWithEarlyExit:
         assert detector(inputs(2, 3) * 50)[0] is not None
 
 
-@pytest.mark.filterwarnings("ignore::neuralmean.errors.CalibrationWarning")
-class TestFrozen:
-    """Exits of a detector whose model runs as a graph."""
-
-    @pytest.fixture
-    def detector(self, deep):
-        return Detector(deep, scorer="average").fit(inputs(400, 1), early_exit=True, held_out=inputs(300, 2))
-
-    def test_strange_inputs_stop_the_graph_and_usual_ones_keep_their_output(self, deep, detector):
-        x = inputs(4, 5)
-        expected, strange = detector(x), detector(x * 50)[1]
-        detector.freeze(x)
-        deep.ran = 0
-        output, decision = detector(x)
-        torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(decision.score, expected[1].score, rtol=1e-4, atol=1e-4)
-        output, decision = detector(x * 50)
-        assert output is None
-        torch.testing.assert_close(decision.score, strange.score, rtol=1e-4, atol=1e-4)
-        assert deep.ran == 0  # all of it was the graph
-
-    def test_what_is_behind_an_exit_does_not_run(self, detector):
-        x = inputs(1, 5)
-        detector.freeze(x)
-        with torch.profiler.profile() as usual:
-            detector(x)
-        with torch.profiler.profile() as strange:
-            detector(x * 50)
-        convolutions = [
-            sum(event.count for event in run.key_averages() if "_convolution" in event.key) for run in (usual, strange)
-        ]
-        assert convolutions[0] == 6
-        assert convolutions[1] < 6
-
-    def test_a_usual_input_among_strange_ones_keeps_its_output(self, deep, detector):
-        x = torch.cat([inputs(1, 5) * 50, inputs(1, 6)])
-        detector.freeze(x)
-        torch.testing.assert_close(detector(x)[0], deep(x), rtol=1e-4, atol=1e-3)
-
-    def test_an_error_of_the_graph_stays_one(self, detector):
-        detector.freeze(inputs(1, 1))
-        watch = start_exit_run(detector)
-        watch.should_stop = None  # not a function
-        with pytest.raises(RuntimeError, match="TorchScript"):
-            detector._observer.observe(to_batch(inputs(1, 1)), exits=watch)
-
-    def test_other_exits_than_those_of_the_graph_are_asked_by_the_model(self, deep, detector):
-        detector.freeze(inputs(1, 1))
-        watch = start_exit_run(detector)
-
-        class Last:
-            depths = (watch.depths[-1],)
-
-            def should_stop(self, index, means):
-                return True
-
-        deep.ran = 0
-        output, rows = detector._observer.observe(to_batch(inputs(1, 1)), exits=Last())
-        assert output is None
-        assert rows.means.shape == (1, sum(layer.channels for layer in detector.watched[: watch.depths[-1]]))
-        assert 0 < deep.ran < 6
-
-    def test_threads_do_not_stop_each_other(self, detector):
-        from concurrent.futures import ThreadPoolExecutor
-
-        detector.freeze(inputs(1, 1))
-        batches = [inputs(1, seed) * (50 if seed % 2 else 1) for seed in range(40)]
-        with ThreadPoolExecutor(4) as pool:
-            stopped = [output is None for output, _ in pool.map(detector, batches)]
-        assert stopped == [bool(seed % 2) for seed in range(40)]
-
-
 @pytest.mark.parametrize(
     "options",
     [{"depths": ["a"], "widths": [3]}, {"depths": [0], "widths": [3]}, {"depths": [2, 1], "widths": [3, 6]},
@@ -347,7 +275,7 @@ def test_exits_of_a_file_must_make_sense(options):
         make("cascade", options)
 
 
-def test_exits_of_a_file_must_be_behind_layers(deep, tmp_path):
+def test_exits_of_a_file_must_end_with_a_layer(deep, tmp_path):
     Detector(deep, scorer="average").fit(inputs(300, 1), held_out=inputs(300, 2), early_exit=True).save(
         tmp_path / "x.nmd"
     )
@@ -356,7 +284,7 @@ def test_exits_of_a_file_must_be_behind_layers(deep, tmp_path):
     options["depths"] = [depth + 1 for depth in options["depths"]]
     del artefact.header["digest"]
     artefact.write(tmp_path / "x.nmd")
-    with pytest.raises(ArtefactError, match="the exits are not behind layers"):
+    with pytest.raises(ArtefactError, match="the exits do not end with a layer"):
         Detector.load(tmp_path / "x.nmd", deep)
 
 

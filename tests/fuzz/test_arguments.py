@@ -232,10 +232,10 @@ def test_a_run_by_chunks_is_gone_on_with(world, monkeypatch):
     assert run(*command, "whole.csv").code == 0
     add = Journal.add
 
-    def stop_at_the_second(self, key, rows, unreadable):
+    def stop_at_the_second(self, key, content):
         if len(list(self.entries())) == 1:
             raise InputError("Expected to go on, but the power is gone.")
-        add(self, key, rows, unreadable)
+        add(self, key, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", stop_at_the_second)

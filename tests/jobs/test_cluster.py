@@ -376,8 +376,8 @@ class TestResume:
         """Make the driver die after `n` chunks are noted."""
         whole, keys = Journal.add, []
 
-        def add(self, key, rows, unreadable):
-            whole(self, key, rows, unreadable)
+        def add(self, key, content):
+            whole(self, key, content)
             keys.append(key)
             if len(keys) == n:
                 raise KeyboardInterrupt
@@ -749,8 +749,8 @@ class TestRay:
         _score(saved, folder, alone, chunk_size=4)
         whole, keys = Journal.add, []
 
-        def add(self, key, rows, unreadable):
-            whole(self, key, rows, unreadable)
+        def add(self, key, content):
+            whole(self, key, content)
             keys.append(key)
             if len(keys) in (4, 13, 21):
                 (tmp_path / f"kill-{len(keys)}").touch()

@@ -42,7 +42,7 @@ def test_pages_are_asked_for_once_and_not_every_time():
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_who_has_set_up_the_allocator_keeps_it(name):
-    code = "from neuralmean import memory; print(memory.keep_freed())"
+    code = "from neuralmean.models import allocator; print(allocator.keep_freed())"
     assert run(code, **{name: ""}) == "False"
 
 

@@ -219,7 +219,7 @@ def test_layers_do_not_move_on_streams_like_the_held_out_data(detector):
 
 
 def test_a_young_stream_without_held_out_vectors_is_compared_with_the_training_data(detector, strange):
-    detector.profile = None
+    detector.adopt(replace(detector.learnt, profile=None))
     monitor = Monitor(detector)
     monitor.update(vectors=detector.discrepancy(strange[:40]))
     assert monitor.status().compared_with == "the training data"

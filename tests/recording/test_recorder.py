@@ -211,7 +211,7 @@ def test_a_layer_that_runs_again_behind_the_exit_that_was_shown_it_is_an_error()
     model, x = Often().eval(), torch.randn(3, 2, 4, 4)
     recorder = Recorder(model, select_layers(model))
     with pytest.raises(
-        InputError, match=r"Expected layer 'norm' to be done at the early exit behind it, but it ran again\."
+        InputError, match=r"Expected layer 'norm' to be done at the early exit after it, but it ran again\."
     ):
         recorder(to_batch(x), exits=Exits())
     assert count_hooks(model) == 0

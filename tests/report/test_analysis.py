@@ -92,7 +92,7 @@ def test_batches_score_as_the_detector_scores_them(options):
 def test_batches_share_no_image_while_there_are_enough(monkeypatch):
     detector = make_detector(scorer="average")
     seen = []
-    monkeypatch.setattr(analysis, "pool_batch", lambda means, variances: (seen.append(means[:, 0]) or means[:1], None))
+    monkeypatch.setattr(type(detector), "score_pooled", lambda self, rows: seen.append(rows.means[:, 0]) or 0.0)
     rows = ChannelStats(torch.arange(12.0).unsqueeze(1).expand(12, 10))
     batch_scores(detector, rows, size=4, batches=3)
     assert sorted(torch.cat(seen).tolist()) == list(range(12))

@@ -64,7 +64,7 @@ def test_the_energy_term_equals_its_formula():
 def test_the_angle_is_minus_the_cosine_to_the_nearest_class():
     train = clustered(2000, 0)
     scorer = TypicalityScorer().fit(train)
-    centres = torch.stack([train.vector[train.output.argmax(1) == k].mean(0) for k in range(3)])
+    centres = torch.stack([train.vector[train.logits.argmax(1) == k].mean(0) for k in range(3)])
     on_centre = Observation(centres, torch.eye(3) * 8, centres[:, :6])
     assert scorer._terms(on_centre)[:, 1].tolist() == pytest.approx([-1, -1, -1], abs=1e-3)
 

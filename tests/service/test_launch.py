@@ -15,12 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from neuralmean import Detector
-from neuralmean.detector.saved import SavedDetector
 from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server
-from tests.conftest import TinyNet
 from tests.service.conftest import PREPROCESSING, png
 
 SPEC = "tests.conftest:make_trained"
@@ -51,20 +48,6 @@ def test_images_of_any_size_are_not_served_frozen(detector, tmp_path):
             match=r"Expected a model whose inputs are images of one size to freeze, .* Fit again with --size",
         ):
             load_served(tmp_path / f"{name}.nmd", freeze=True, model=SPEC)
-
-
-def test_a_model_that_cannot_be_frozen_is_told_with_the_way_out(images):
-    class Choosy(TinyNet):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else super().forward(-x)
-
-    net = Choosy()
-    net(images)  # in training mode
-    opened = SavedDetector(Detector(net.eval(), scorer="average").calibrate(images[:50]), PREPROCESSING)
-    with pytest.raises(
-        InputError, match=r"^Expected Choosy to be a fixed graph .* without a graph\. Leave out --freeze\.$"
-    ):
-        opened.freeze()
 
 
 def test_a_file_that_does_not_name_its_model_needs_one(detector, tmp_path):

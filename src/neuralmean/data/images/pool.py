@@ -29,7 +29,7 @@ __all__ = ["decode_in_order", "default_workers"]
 
 CRASHED = "the decoder crashed on it"
 _AHEAD = 2  # tasks under way per worker, so that none waits for the consumer
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parents[2]
 # The package's own __init__ imports torch, which a decoder has no use for: stand in for it.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; import types; package = types.ModuleType('neuralmean'); "

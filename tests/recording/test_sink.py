@@ -1,4 +1,4 @@
-"""The fast way of recording gives the numbers of the obvious one, whatever the model, the layout and the call."""
+"""Recording gives the numbers of hooks that call `mean`, whatever the model, the layout and the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from neuralmean.data.batch import to_batch
 from neuralmean.errors import LayerNotFiredError
 from neuralmean.models.layers import select_layers
 from neuralmean.recording import Recorder, RecordingModule
-from neuralmean.recording.stand_ins import StandIns
 from tests.conftest import TinyNet, count_hooks, make_trained
 
 
@@ -91,17 +90,6 @@ def test_means_equal_hooks_that_call_mean(name, passes):
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_recording_needs_no_stand_ins(name, monkeypatch):
-    make, shape = CASES[name]
-    model, x = make().eval(), torch.randn(shape)
-    expected = Recorder(model, select_layers(model))(to_batch(x))
-    monkeypatch.setattr(StandIns, "enter", lambda *_: None)
-    found = Recorder(model, select_layers(model))(to_batch(x))
-    assert torch.equal(found.mean, expected.mean)
-    assert torch.equal(found.output, expected.output)
-
-
 def test_channels_last_memory_gives_the_same_means():
     model, x = make_trained(), torch.randn(6, 3, 8, 8)
     expected = _reference_means(model, x)
@@ -121,7 +109,7 @@ def test_batches_of_changing_size_and_image_size_do_not_mix():
         )
 
 
-def test_by_layer_and_side_by_side_are_the_same_numbers():
+def test_by_layer_and_concatenated_are_the_same_numbers():
     model = make_trained()
     recording = Recorder(model, select_layers(model), variance=True)(to_batch(torch.randn(4, 3, 8, 8)))
     assert torch.equal(torch.cat(list(recording.means.values()), dim=1), recording.mean)
@@ -168,7 +156,7 @@ def test_a_scripted_part_is_put_into_evaluation_mode_and_back():
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
-def test_fast_recording_carries_no_gradient_and_leaves_the_output_bit_equal(grad):
+def test_recording_carries_no_gradient_and_leaves_the_output_bit_equal(grad):
     model, x = make_trained(), torch.randn(4, 3, 8, 8, requires_grad=True)
     recorder = Recorder(model, select_layers(model))
     with torch.set_grad_enabled(grad):
@@ -385,7 +373,7 @@ def test_a_compiled_model_says_which_layer_never_ran():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_part_that_is_compiled_is_run_without_stand_ins():
+def test_a_layer_inside_a_compiled_part_is_said_not_to_run():
     model, x = (
         nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))).eval(),
         torch.randn(2, 3, 8, 8),
