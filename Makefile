@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS := dev,report,onnx,serve,ray
 
-.PHONY: demo test check real slow bench clean help
+.PHONY: demo test coverage check real slow bench clean help
 
 help:
 	@echo "make demo    train a small model on embedded images, detect what is strange, write a report (under a minute)"
 	@echo "make test    the tests          make check   ruff and mypy --strict"
+	@echo "make coverage    the tests, with branch coverage"
 	@echo "make real    the tests that need real images and weights (NEURALMEAN_DATA, NEURALMEAN_WEIGHTS)"
 	@echo "make slow    the tests that take minutes          make bench   the speed benchmarks"
 
@@ -26,7 +27,10 @@ demo: $(READY)
 	$(BIN)/nmd demo --out demo-output
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report term:skip-covered
 
 check: $(READY)
 	$(BIN)/ruff check .

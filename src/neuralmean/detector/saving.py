@@ -83,6 +83,8 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         head = header["head"]
         _check_model(model, wanted, fitted_class)
         check_statistic(statistic)
+        if head is not None and head not in dict(unwrap(model).named_modules()):
+            raise ArtefactError(f"the model has no layer {head!r}")
         own = early_exit.full_of(scorer)  # for a `fit` after this
         try:
             detector = kind(model, layers=[name for name, _, _ in wanted], statistic=statistic, scorer=own, head=head)
@@ -123,8 +125,6 @@ def _read_learnt(detector: Detector, artefact: Artefact, scorer: VectorScorer, h
     _check_exits(detector, scorer)
     state = {name[7:]: tensor for name, tensor in artefact.tensors.items() if name.startswith("scorer.")}
     scorer.load_state(state)
-    if head is not None and head not in dict(unwrap(detector.model).named_modules()):
-        raise ArtefactError(f"the model has no layer {head!r}")
     calibration, source = _read_calibration(artefact)
     width = len(detector.channels)
     learnt = Learnt(

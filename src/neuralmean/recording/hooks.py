@@ -7,8 +7,8 @@ whatever happens in between. Only public torch API is used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -67,8 +67,3 @@ class Hooks:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the first argument of a call, positional or not; None if there is none."""
-    return args[0] if args else next(iter(kwargs.values()), None)

@@ -72,8 +72,9 @@ class Recorder:
             ModelInputError: The input has a shape or type that the model cannot take.
         """
         modules = self.modules
+        device = device_of(modules)
         check_input(batch, name, tokens=self.takes_tokens)
-        batch = batch.to(device_of(modules))
+        batch = batch.to(device)
         with translate_input_errors(self._core, batch, name):
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
 
@@ -81,7 +82,7 @@ class Recorder:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
         model = self._core if isinstance(self.model, nn.DataParallel) else self.model
         sink = Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
-        with eval_mode(modules), sink, Hooks(sink.hooks()):
+        with sink, Hooks(sink.hooks()), eval_mode(modules):
             try:
                 output = model(*batch.args, **batch.kwargs)
             except Stop:

@@ -21,7 +21,7 @@ from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError, LayerNotFiredError
 from neuralmean.models.layers import Layer
 from neuralmean.recording.exits import ExitTracker
-from neuralmean.recording.hooks import Hook, first_argument
+from neuralmean.recording.hooks import Hook
 from neuralmean.recording.plan import Plan
 from neuralmean.recording.result import Exits, Recording
 from neuralmean.stats.channels import channel_mean, channel_mean_variance, main_tensor
@@ -96,7 +96,7 @@ class Sink:
 
     def _on_input(self, index: int, module: nn.Module, args: tuple[Any, ...], *rest: Mapping[str, Any]) -> None:
         if not self._is_other_pass():
-            self.add(index, first_argument(args, rest[0]))
+            self.add(index, _first_argument(args, rest[0]))
 
     def _on_output(self, index: int, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if not self._is_other_pass():
@@ -106,7 +106,7 @@ class Sink:
         if self._is_other_pass():
             return
         kwargs, output = rest
-        feature, logits = first_argument(args, kwargs), main_tensor(output)
+        feature, logits = _first_argument(args, kwargs), main_tensor(output)
         last = isinstance(module, nn.Linear)
         if self.size is not None and feature.shape[0] != self.size:
             raise InputError(
@@ -243,3 +243,8 @@ class Sink:
                     f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has "
                     f"{rows}. neuralmean needs the batch as first dimension; leave the layer out of `layers`."
                 )
+
+
+def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call, positional or not; None if there is none."""
+    return args[0] if args else next(iter(kwargs.values()), None)
