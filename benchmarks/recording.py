@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from neuralmean.recording.graph.traced import trace
 from torch import Tensor, nn
 
 from benchmarks import subjects
@@ -16,6 +15,7 @@ from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
 from neuralmean.models.layers import Layer, select_layers
 from neuralmean.recording import Recorder
+from neuralmean.recording.graph.traced import trace
 from neuralmean.recording.observer import Observer
 
 MODES = ("eager", "channels-last", "compile")  # the last two with channels last
