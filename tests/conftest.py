@@ -62,10 +62,7 @@ def strange() -> Tensor:
 
 _HOOK_STORES = (
     "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
     "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
     "_state_dict_hooks",
