@@ -14,14 +14,14 @@ from neuralmean.stats.calibration import Calibration
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the detector says of N inputs; `is_ood` is `score > threshold`, which is `p_value <= false_alarm_rate`."""
+    """What the detector says of N inputs; `is_ood` is exactly `p_value <= level`, which is `score > threshold`."""
 
     score: Tensor  # (N,) higher = more OOD
     calibration: Calibration
 
     @cached_property
     def p_value(self) -> Tensor:
-        """Share of in-distribution inputs that look at least as unusual, shape (N,)."""
+        """Share of in-distribution inputs that look at least as unusual, float64 of shape (N,)."""
         return self.calibration.p_value(self.score)
 
     @property
@@ -35,9 +35,14 @@ class Decision:
         return self.calibration.false_alarm_rate
 
     @property
+    def level(self) -> float:
+        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
+        return self.calibration.level
+
+    @property
     def is_ood(self) -> Tensor:
         """Which inputs are flagged, shape (N,)."""
-        return self.score > self.threshold
+        return (self.p_value <= self.level).to(self.score.device)
 
     def __len__(self) -> int:
         return len(self.score)
