@@ -67,13 +67,14 @@ def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> in
 
 def _next(grid: Ints, rank: int) -> NDArray[np.bool_]:
     """Mark the first place of the grid at or after a rank."""
-    return np.arange(len(grid)) == np.searchsorted(grid, rank)
+    marks: NDArray[np.bool_] = np.arange(len(grid)) == np.searchsorted(grid, rank)
+    return marks
 
 
 def _grid(n_held_out: int) -> Ints:
     """Return ranks from 1 to n, each about a quarter larger than the one before."""
     places: Ints = np.unique(np.rint(np.geomspace(1, n_held_out, 4 * n_held_out.bit_length())).astype(np.int64))
-    return places  # noqa: RET504  # typed for mypy
+    return places
 
 
 @lru_cache(maxsize=256)
