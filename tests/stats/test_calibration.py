@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+import math
 import re
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neuralmean.detector.decision import Decision
 from neuralmean.errors import CalibrationError, InputError
 from neuralmean.stats.calibration import MAX_SCORES, Calibration, check_rate, examples_needed
 
@@ -22,8 +26,70 @@ def test_p_value_and_threshold_agree_also_with_ties(scores, score, rate):
     calibration = Calibration.of(torch.tensor(scores, dtype=torch.float32), rate)
     p_value = calibration.p_value(torch.tensor([float(score)])).item()
     assert p_value == pytest.approx(_reference_p_value(scores, score))
-    # p-values are float32, and go in steps of 1 / 61 or more.
-    assert (score > calibration.threshold) == (p_value <= rate + 1e-7)
+    assert (score > calibration.threshold) == (p_value <= rate)
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.05, 0.07, 0.1, 0.15, 0.3])
+@pytest.mark.parametrize("n", [19, 99, 199, 999, 1999, 9999])
+@pytest.mark.parametrize("confidence", [None, 0.9])
+def test_is_ood_is_the_p_value_at_most_the_level_also_as_python_floats(n, rate, confidence):
+    if n < examples_needed(rate, confidence):
+        pytest.skip("too few for the rate")
+    decision = Decision(torch.arange(-1.0, n + 2), Calibration.of(torch.arange(float(n)), rate, confidence=confidence))
+    assert decision.p_value.dtype == torch.float64
+    rows = json.loads(json.dumps([decision.p_value.tolist(), decision.is_ood.tolist()]))
+    assert [p_value <= decision.level for p_value in rows[0]] == rows[1]
+    assert rows[1] == (decision.score > decision.threshold).tolist()
+    if confidence is None:  # as many as the exact fractions say: none too many, none too few
+        assert sum(rows[1]) == int(Fraction(repr(rate)) * (n + 1)) + 1
+
+
+def _reference_rank(n, rate, confidence):
+    """The largest j for which at least j of n Bernoulli trials succeed with the confidence, in exact fractions."""
+    p, tail, best = Fraction(repr(rate)), Fraction(1), 0
+    for j in range(1, n + 1):
+        tail -= math.comb(n, j - 1) * p ** (j - 1) * (1 - p) ** (n - j + 1)
+        if tail < Fraction(repr(confidence)):
+            break
+        best = j
+    return best
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99])
+@pytest.mark.parametrize("n", [20, 59, 100, 458])
+def test_the_level_with_confidence_is_that_of_exact_binomials(n, rate, confidence):
+    wanted = _reference_rank(n, rate, confidence)
+    assert (n >= examples_needed(rate, confidence)) == (wanted >= 1)
+    if wanted:
+        calibration = Calibration.of(torch.arange(float(n)), rate, confidence=confidence)
+        assert calibration.level == wanted / (n + 1)
+        assert calibration.threshold == n - wanted
+
+
+def test_the_number_needed_with_confidence_is_said():
+    message = (
+        "Expected at least 59 held-out examples for a false-alarm rate of 0.05 that holds with a confidence of 0.95, "
+        "but got 58. Pass more, or ask for a rate of at least 0.0503."
+    )
+    with pytest.raises(CalibrationError, match=re.escape(message)):
+        Calibration.of(torch.randn(58), 0.05, confidence=0.95)
+    with pytest.raises(InputError, match=re.escape("Expected `confidence` to be a number in the (0, 1) range")):
+        Calibration.of(torch.randn(580), 0.05, confidence=95)
+
+
+@pytest.mark.parametrize("n", [100, 500])
+@pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])
+def test_with_confidence_the_rate_is_exceeded_as_seldom_as_promised(n, ties):
+    """Uniform scores, for which the false-alarm rate of a threshold is known; tied ones go in steps of 1/50."""
+    generator = torch.Generator().manual_seed(n)
+    broken = 0
+    for _ in range(2000):
+        scores = torch.rand(n, generator=generator, dtype=torch.float64)
+        scores = (scores * 50).floor() / 50 if ties else scores
+        threshold = Calibration.of(scores, 0.1, confidence=0.9).threshold
+        broken += (1 - threshold - (0.02 if ties else 0)) > 0.1 + 1e-9
+    assert broken <= 2000 * 0.1 + 4 * (2000 * 0.09) ** 0.5
 
 
 @pytest.mark.parametrize("n", [19, 25, 100, 173])

@@ -41,6 +41,10 @@ def fit(
     false_alarm_rate: Annotated[
         float, typer.Option("--false-alarm-rate", help="Share of in-distribution images that may be flagged.")
     ] = 0.05,
+    confidence: Annotated[
+        float | None,
+        typer.Option("--confidence", help="Probability with which the rate holds for these held-out images, say 0.95."),
+    ] = None,
     weights: options.Weights = None,
     mean: options.Mean = None,
     std: options.Std = None,
@@ -56,13 +60,14 @@ def fit(
     from neuralmean.detector.fitting import check_scorer
     from neuralmean.files.atomic import check_target
     from neuralmean.jobs import CountedBatches
-    from neuralmean.stats.calibration import check_rate
+    from neuralmean.stats.calibration import check_confidence, check_rate
     from neuralmean.stats.discrepancy import check_statistic
 
     options.check_engine(engine)
     with options.usage():
         check_statistic(statistic)
         check_rate(false_alarm_rate, "--false-alarm-rate")
+        check_confidence(confidence)
         check_scorer(scorer)
     check_target(out)
     resolved = options.resolve_spec(model, weights, mean, std, size)
@@ -89,11 +94,14 @@ def fit(
 
             detector = distributed.fit(
                 resolved.model, id_data, ood, held_out=held_out, preprocessing=how, layers=layers or None,
-                statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, batch_size=batch_size, address=address,
-                workers=workers, on_unreadable=options.tell_unreadable,
+                statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, confidence=confidence, batch_size=batch_size,
+                address=address, workers=workers, on_unreadable=options.tell_unreadable,
             )  # fmt: skip
         else:
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
-            detector.fit(images(id_data), images(ood), held_out=images(held_out), false_alarm_rate=false_alarm_rate)
+            detector.fit(
+                images(id_data), images(ood), held_out=images(held_out), false_alarm_rate=false_alarm_rate,
+                confidence=confidence,
+            )  # fmt: skip
     detector.save(out, info=info)
     typer.echo(f"{out}: {detector!r}", err=True)

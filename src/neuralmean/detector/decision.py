@@ -6,22 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from neuralmean.errors import InputError
-from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.calibration import Calibration, check_rate
+from neuralmean.stats.false_flags import benjamini_hochberg, most_false
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the detector says of N inputs; `is_ood` is `score > threshold`, which is `p_value <= false_alarm_rate`."""
+    """What the detector says of N inputs; `is_ood` is exactly `p_value <= level`, which is `score > threshold`."""
 
     score: Tensor  # (N,) higher = more OOD
     calibration: Calibration
 
     @cached_property
     def p_value(self) -> Tensor:
-        """Share of in-distribution inputs that look at least as unusual, shape (N,)."""
+        """Share of in-distribution inputs that look at least as unusual, float64 of shape (N,)."""
         return self.calibration.p_value(self.score)
 
     @property
@@ -35,9 +37,35 @@ class Decision:
         return self.calibration.false_alarm_rate
 
     @property
+    def level(self) -> float:
+        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
+        return self.calibration.level
+
+    @property
     def is_ood(self) -> Tensor:
         """Which inputs are flagged, shape (N,)."""
-        return self.score > self.threshold
+        return (self.p_value <= self.level).to(self.score.device)
+
+    def select(self, fdr: float = 0.1) -> Tensor:
+        """Return which inputs to look at so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
+        check_rate(fdr, "fdr")
+        return torch.from_numpy(benjamini_hochberg(self.p_value.numpy(), fdr))
+
+    def most_false(self, level: float | None = None, *, confidence: float = 0.95) -> int:
+        """Return how many of the inputs with a p-value of at most `level` are false flags at the most.
+
+        It holds for all levels at once with the confidence, over the draw of held-out and fresh inputs: the level may be
+        chosen after looking.
+
+        Args:
+            level: The largest p-value that is flagged; None takes that of `is_ood`.
+            confidence: Of the bound.
+        """
+        check_rate(confidence, "confidence")
+        count = len(self.calibration.scores)
+        ranks = (self.p_value * (count + 1)).round().long().numpy()
+        flagged = ranks[(self.p_value <= (self.level if level is None else level)).numpy()]
+        return most_false(ranks, count, int(flagged.max()), confidence) if len(flagged) else 0
 
     def __len__(self) -> int:
         return len(self.score)

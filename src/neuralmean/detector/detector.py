@@ -16,7 +16,7 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, learn
+from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.observed import Observed
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
@@ -27,7 +27,7 @@ from neuralmean.recording.observer import ChannelStats, Observer
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import Observation, Scorer
 from neuralmean.scorers.contract import contributions_of, needs_of, score_rows, view_of
-from neuralmean.stats.calibration import Calibration, check_rate
+from neuralmean.stats.calibration import Calibration, check_confidence, check_rate
 from neuralmean.stats.discrepancy import (
     Statistic,
     Vectors,
@@ -209,8 +209,11 @@ class Detector:
     @property
     def guarantee(self) -> str:
         """What the false-alarm rate is worth, in a sentence."""
-        self.calibrated()
-        return fitting.GUARANTEES[self.learnt.source or "held_out"]
+        confidence = self.calibrated().confidence
+        own = fitting.GUARANTEES[self.learnt.source or "held_out"]
+        if confidence is None or self.learnt.source != "held_out":
+            return own
+        return f"{own} It holds for the threshold that was set with a confidence of {100 * confidence:g} %."
 
     def calibrated(self) -> Calibration:
         """Return the calibration, or raise if there is none yet."""
@@ -246,6 +249,7 @@ class Detector:
         *,
         false_alarm_rate: float = 0.05,
         held_out: Any = None,
+        confidence: float | None = None,
         early_exit: bool = False,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
@@ -261,11 +265,14 @@ class Detector:
             false_alarm_rate: Share of in-distribution inputs that may be flagged.
             held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
                 from them. Without them a part of `id_data` is used, with a warning on what that is worth.
+            confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
+                they set; None for a rate that holds on average over such draws.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
             batch_size: Rows per forward pass where data comes in one piece.
         """
         check_rate(false_alarm_rate)
+        check_confidence(confidence)
         if early_exit:
             exits.check_statistic(self.statistic)
         before = dict(self.__dict__)
@@ -274,7 +281,7 @@ class Detector:
                 False
             ):  # tensors made in inference mode have no gradients, which `explain` may need
                 self._reset()
-                options = FitOptions(false_alarm_rate, early_exit, batch_size)
+                options = FitOptions(false_alarm_rate, early_exit, batch_size, confidence)
                 self.adopt(*learn(self.setup, id_data, ood_data, held_out, options))
         except BaseException:
             self.__dict__ = before
@@ -282,15 +289,25 @@ class Detector:
         fitting.warn_if_weak(self.learnt.source or "held_out")
         return self
 
-    def calibrate(self, held_out: Any, *, false_alarm_rate: float = 0.05, batch_size: int = BATCH_SIZE) -> Self:
+    def calibrate(
+        self,
+        held_out: Any,
+        *,
+        false_alarm_rate: float = 0.05,
+        confidence: float | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Self:
         """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""
         check_rate(false_alarm_rate)
+        check_confidence(confidence)
+        check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
         scores, seen = [], self.setup.empty_profile()
         for found in self._track(held_out, "held_out", batch_size):
             scores.append(found.score)
             if found.vectors is not None:
                 seen.add(found.vectors)
-        calibration, profile = Calibration.of(torch.cat(scores), false_alarm_rate), seen.profile()
+        calibration = Calibration.of(torch.cat(scores), false_alarm_rate, confidence=confidence)
+        profile = seen.profile()
         facts = {**self.learnt.facts, "n_held_out": profile.moments.count}
         self.learnt = replace(self.learnt, calibration=calibration, source="held_out", profile=profile, facts=facts)
         return self

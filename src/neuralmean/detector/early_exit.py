@@ -269,7 +269,7 @@ def start_exit_run(detector: Detector) -> ExitRun | None:
 
 def bar_of(calibration: Calibration) -> float:
     """Return the score at which a pass is stopped: never below the threshold, and the largest seen where few were."""
-    rate = min(BAR_RATE, calibration.false_alarm_rate)
+    rate = min(BAR_RATE, calibration.level)
     if len(calibration.scores) < examples_needed(rate):
         return calibration.scores[-1].item()
     return Calibration(calibration.scores, rate).threshold

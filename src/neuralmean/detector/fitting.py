@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
+from neuralmean.errors import CalibrationWarning, InputError
 from neuralmean.scorers import Observation, Scorer, make_scorer
 from neuralmean.scorers.contract import fit_scorer, score_blocks
-from neuralmean.stats.calibration import examples_needed
+from neuralmean.stats.calibration import check_enough, examples_needed
 
 Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 
@@ -60,9 +60,9 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
     return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
 
 
-def rotate_every(n_rows: int | None, rate: float) -> int:
+def rotate_every(n_rows: int | None, rate: float, confidence: float | None = None) -> int:
     """Return of how many images one is rotated to calibrate on: all of few, a fifth of many."""
-    enough = max(examples_needed(rate), 200)
+    enough = max(examples_needed(rate, confidence), 200)
     return 1 if n_rows is None else max(1, min(5, n_rows // enough))
 
 
@@ -74,6 +74,7 @@ def fit_and_score_inliers(
     held_out: Observation | None,
     rotated: Observation | None,
     rate: float,
+    confidence: float | None = None,
 ) -> tuple[Tensor, Source]:
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
 
@@ -86,7 +87,7 @@ def fit_and_score_inliers(
     if rotated is not None:
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, rotated), "rotated"
-    needed = check_enough(len(inliers), rate)
+    needed = check_enough(len(inliers), rate, confidence, kind="in-distribution")
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
     if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
         fit_scorer(scorer, inliers, outliers)
@@ -98,23 +99,14 @@ def fit_and_score_inliers(
     return _cross_fit(scorer, inliers, outliers, order), "folds"
 
 
-def choose_scores(inliers: Tensor, held_out: Tensor | None, rate: float) -> tuple[Tensor, Source]:
+def choose_scores(
+    inliers: Tensor, held_out: Tensor | None, rate: float, confidence: float | None = None
+) -> tuple[Tensor, Source]:
     """Return which scores to calibrate on where nothing is learnt, with where they come from."""
     if held_out is not None:
         return held_out, "held_out"
-    check_enough(len(inliers), rate)
+    check_enough(len(inliers), rate, confidence, kind="in-distribution")
     return inliers, "all"
-
-
-def check_enough(count: int, rate: float) -> int:
-    """Return how many in-distribution examples a false-alarm rate needs, or raise if there are fewer."""
-    needed = examples_needed(rate)
-    if count < needed:
-        raise CalibrationError(
-            f"Expected at least {needed} in-distribution examples for a false-alarm rate of {rate:g}, but got {count}. "
-            f"Pass more, or ask for a rate of at least {1 / (count + 1):.3g}."
-        )
-    return needed
 
 
 def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, O
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.calibration import Calibration, check_enough
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
@@ -94,10 +94,12 @@ class FitOptions:
     rate: float
     early_exit: bool
     batch_size: int
+    confidence: float | None = None
 
 
 def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions) -> tuple[Learnt, Observer]:
     """Fit a scorer and its threshold, and return what was learnt with the observer that was used."""
+    check_count(id_data if held_out is None else held_out, held_out is not None, options)
     n_outliers = None if ood_data is None else count_rows(ood_data) or 0
     scorer = fitting.choose_scorer(setup.scorer, n_outliers)
     observer = setup.observer(setup.head_for(scorer))
@@ -118,7 +120,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
             layers=() if setup.reference else setup.layers,
         ),
         seen=profile,
-        augment=_augmentation(scorer, id_data, ood_data, held_out, options.rate),
+        augment=_augmentation(scorer, id_data, ood_data, held_out, options),
         batch_size=options.batch_size,
     )
     if data.held_out is not None:
@@ -128,15 +130,24 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     if options.early_exit:
         scorer = CascadeScorer.around(scorer, setup.layers, repeated=observer.recorder.repeated)
     if streams:
-        scores, source = _streamed_scores(data, options.rate)
+        scores, source = _streamed_scores(data, options)
     else:
         parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
-        scores, source = fitting.fit_and_score_inliers(scorer, **parts, rate=options.rate)
+        scores, source = fitting.fit_and_score_inliers(
+            scorer, **parts, rate=options.rate, confidence=options.confidence
+        )
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
-    learnt = Learnt(
-        reference, scorer, Calibration.of(scores, options.rate), source, scale, head=observer.head, facts=facts
-    )
+    calibration = Calibration.of(scores, options.rate, confidence=options.confidence)
+    learnt = Learnt(reference, scorer, calibration, source, scale, head=observer.head, facts=facts)
     return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
+
+
+def check_count(data: Any, is_held_out: bool, options: FitOptions) -> None:
+    """Raise before any work if it is known that there are too few examples for the threshold asked for."""
+    count = count_rows(data)
+    if count is not None:
+        kind = "held-out" if is_held_out else "in-distribution"
+        check_enough(count, options.rate, options.confidence, kind=kind)
 
 
 def observe(vectors: Vectors, stats: ChannelStats) -> Observation:
@@ -145,14 +156,14 @@ def observe(vectors: Vectors, stats: ChannelStats) -> Observation:
 
 
 def _augmentation(
-    scorer: Scorer, id_data: Any, ood_data: Any, held_out: Any, rate: float
+    scorer: Scorer, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions
 ) -> PermuteBlocks | RotateSome | None:
     """Return what else to make of the in-distribution images: crafted outliers, images to calibrate on, or nothing."""
     if ood_data is None and getattr(scorer, "uses_outliers", False):
         return PermuteBlocks()
     if held_out is None and needs_of(scorer):
         # Logits and features of images that the model memorised are no measure of those of fresh images.
-        return RotateSome(fitting.rotate_every(count_rows(id_data), rate))
+        return RotateSome(fitting.rotate_every(count_rows(id_data), options.rate, options.confidence))
     return None
 
 
@@ -161,6 +172,6 @@ def _score(scorer: Scorer, vectors: Vectors, stats: ChannelStats) -> tuple[Tenso
     return score_rows(scorer, observation), observation.vector
 
 
-def _streamed_scores(data: FitData, rate: float) -> tuple[Tensor, fitting.Source]:
+def _streamed_scores(data: FitData, options: FitOptions) -> tuple[Tensor, fitting.Source]:
     held_out = None if data.held_out is None else data.held_out.scores
-    return fitting.choose_scores(data.inliers.scores, held_out, rate)
+    return fitting.choose_scores(data.inliers.scores, held_out, options.rate, options.confidence)

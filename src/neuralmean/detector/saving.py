@@ -49,6 +49,7 @@ def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Ar
     tensors |= {f"scorer.{name}": tensor for name, tensor in scorer.state().items()}
     header = {
         "calibration": {
+            "confidence": detector.calibration.confidence,
             "false_alarm_rate": detector.calibration.false_alarm_rate,
             "source": detector.learnt.source,
             "threshold": detector.threshold,
@@ -167,7 +168,7 @@ def _read_calibration(artefact: Artefact) -> tuple[Calibration, Source]:
     is_sorted = scores.is_floating_point() and scores.dim() == 1 and bool((scores.diff() >= 0).all())
     if source not in GUARANTEES or not is_sorted:
         raise ArtefactError("the calibration is not one")
-    return Calibration.of(scores, rate), source
+    return Calibration.of(scores, rate, confidence=header["confidence"]), source
 
 
 def _check_exits(detector: Detector, scorer: VectorScorer) -> None:

@@ -73,7 +73,8 @@ class DetectorGraph(nn.Module):
         seen = Observation(vector, logits, feature) if self.needs else vector
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
-        p_value = (self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)).float().mean(dim=1)
+        at_least = self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)
+        p_value = at_least.double().sum(dim=1) / len(self.calibration_scores)
         return output, score, p_value, ~(score <= self.threshold)  # what is no number is no reason to trust it
 
     def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:

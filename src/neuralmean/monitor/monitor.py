@@ -286,8 +286,7 @@ class Monitor:
         self._n_seen += len(p_values)
         self._n_ood += sum(flags)
         for p_value in p_values:
-            # 0.05 in single precision lies above 0.05
-            self._p_value_counts[bisect.bisect_left(P_VALUE_EDGES, p_value * (1 - 1e-6))] += 1
+            self._p_value_counts[bisect.bisect_left(P_VALUE_EDGES, p_value)] += 1
             self._p_value_sum += p_value
         self._recent.extend(zip(p_values, flags, strict=True))
 

@@ -241,6 +241,6 @@ def _card(
         "short": Path(name).name if split_name(name)[1] is None else f"#{split_name(name)[1]}",
         "score": picture.score,
         "p_value": picture.p_value,
-        "is_ood": picture.score > detector.threshold,
+        "is_ood": picture.p_value <= detector.calibrated().level,
         "profile": profile,
     }

@@ -34,7 +34,7 @@ class Pass:
         """Output, score, p-value and decision of all rows, made once for all requests that share the pass."""
         arrays: dict[str, NDArray[Any]] = {
             "score": self.decision.score.float().numpy(),
-            "p_value": self.decision.p_value.float().numpy(),
+            "p_value": self.decision.p_value.numpy(),
             "is_ood": self.decision.is_ood.numpy(),
         }
         if self.output is not None:

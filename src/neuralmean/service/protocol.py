@@ -222,7 +222,7 @@ def model_metadata(model: str, spec: InputSpec, output_shape: Sequence[int] | No
     """Return what `/v2/models/NAME` says; `output_shape` is that of one row of the model's output, where known."""
     outputs = [
         {"name": "score", "datatype": "FP32", "shape": [-1]},
-        {"name": "p_value", "datatype": "FP32", "shape": [-1]},
+        {"name": "p_value", "datatype": "FP64", "shape": [-1]},
         {"name": "is_ood", "datatype": "BOOL", "shape": [-1]},
     ]
     if output_shape is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,20 +24,27 @@ MAX_SCORES = 10_000
 class Calibration:
     r"""Held-out scores and the threshold they set.
 
-    With the held-out scores sorted, the threshold is the k-th smallest for :math:`k = \lceil (n + 1)(1 - r) \rceil`; an
-    input is flagged if its score is above it. Its p-value is :math:`(1 + \#\{s_i \ge s\}) / (n + 1)`. The two agree: an
-    input is flagged exactly if its p-value is at most the rate :math:`r`.
+    The p-value of a score is :math:`(1 + \#\{s_i \ge s\}) / (n + 1)`. An input is flagged exactly if its p-value is at
+    most `level`, which is the same as a score above `threshold`, the :math:`(n + 1 - j)`-th smallest held-out score for
+    the largest j with :math:`j / (n + 1)` at most the level.
+
+    Without `confidence` the level is the rate :math:`r`, and the rate holds on average over held-out sets. With it, the
+    rate holds for *this* held-out set with that probability: the share of fresh inputs above the threshold follows
+    :math:`\mathrm{Beta}(j, n + 1 - j)` (or less, with ties), and j is the largest number for which that is at most r with
+    the probability asked for.
 
     Attributes:
         scores: Sorted scores of held-out in-distribution inputs, shape (n,).
         false_alarm_rate: The rate asked for.
+        confidence: Probability over the draw of the held-out set with which the rate holds; None for on average.
     """
 
     scores: Tensor
     false_alarm_rate: float
+    confidence: float | None = None
 
     @classmethod
-    def of(cls, scores: Tensor, false_alarm_rate: float) -> Calibration:
+    def of(cls, scores: Tensor, false_alarm_rate: float, *, confidence: float | None = None) -> Calibration:
         """Calibrate on the scores of held-out in-distribution inputs, shape (n,), in any order.
 
         More than 10,000 scores are thinned to a random (seeded) 10,000, or as many as the rate needs: small in a file, and a
@@ -46,50 +54,85 @@ class Calibration:
             CalibrationError: Fewer scores than the rate needs; the message says how many.
         """
         check_rate(false_alarm_rate)
+        check_confidence(confidence)
         if not torch.isfinite(scores).all():
             raise InputError("Expected finite scores to calibrate on, but got NaN or Inf. Check the held-out data.")
-        needed = examples_needed(false_alarm_rate)
-        if len(scores) < needed:
-            raise CalibrationError(
-                f"Expected at least {needed} held-out examples for a false-alarm rate of {false_alarm_rate:g}, but got "
-                f"{len(scores)}. Pass more, or ask for a rate of at least {1 / (len(scores) + 1):.3g}."
-            )
+        needed = check_enough(len(scores), false_alarm_rate, confidence)
         most = max(MAX_SCORES, needed)
         if len(scores) > most:
             scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:most]]
-        return cls(scores.detach().cpu().sort().values, float(false_alarm_rate))
+        return cls(scores.detach().cpu().sort().values, float(false_alarm_rate), confidence)
+
+    @cached_property
+    def level(self) -> float:
+        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
+        if self.confidence is None:
+            return self.false_alarm_rate
+        count = len(self.scores)
+        return _largest_rank(count, self.false_alarm_rate, self.confidence) / (count + 1)
 
     @cached_property
     def threshold(self) -> float:
         """The score above which an input is flagged."""
-        return self.scores[_rank(len(self.scores), self.false_alarm_rate) - 1].item()
+        n_flagging = int((self._by_count <= self.level).sum())
+        return self.scores[len(self.scores) - n_flagging].item()
 
     def p_value(self, scores: Tensor) -> Tensor:
-        """Return the share of held-out scores at least as large, shape (N,): small means unusual.
+        """Return the share of held-out scores at least as large, float64 of shape (N,): small means unusual.
 
         Example:
-            >>> Calibration.of(torch.arange(19.0), 0.05).p_value(torch.tensor([-1.0, 9.0, 30.0]))
-            tensor([1.0000, 0.5500, 0.0500])
+            >>> Calibration.of(torch.arange(19.0), 0.05).p_value(torch.tensor([-1.0, 9.0, 30.0])).tolist()
+            [1.0, 0.55, 0.05]
         """
-        below = torch.searchsorted(self.scores, scores.detach().cpu().to(self.scores.dtype).contiguous())
+        below = torch.searchsorted(self._doubles, scores.detach().cpu().double().contiguous())
         return self._by_count[below]
+
+    @cached_property
+    def _doubles(self) -> Tensor:
+        return self.scores.double()
 
     @cached_property
     def _by_count(self) -> Tensor:
         """P-values of scores with 0, 1, ..., n held-out scores below, (n + 1,)."""
         count = len(self.scores)
-        return torch.arange(count + 1, 0, -1).float() / (count + 1)
+        return torch.arange(count + 1, 0, -1, dtype=torch.float64) / (count + 1)
 
 
 @lru_cache
-def examples_needed(false_alarm_rate: float) -> int:
+def examples_needed(false_alarm_rate: float, confidence: float | None = None) -> int:
     """Return how many held-out examples a false-alarm rate needs at the least.
 
     Example:
-        >>> examples_needed(0.05), examples_needed(0.001)
-        (19, 999)
+        >>> examples_needed(0.05), examples_needed(0.001), examples_needed(0.05, 0.95)
+        (19, 999, 59)
     """
-    return math.ceil(1 / _exact(false_alarm_rate)) - 1
+    if confidence is None:
+        return math.ceil(1 / _exact(false_alarm_rate)) - 1
+    needed = max(1, math.floor(math.log1p(-confidence) / math.log1p(-false_alarm_rate)) - 1)
+    while not _largest_rank(needed, false_alarm_rate, confidence):
+        needed += 1
+    return needed
+
+
+def check_enough(
+    count: int, false_alarm_rate: float, confidence: float | None = None, *, kind: str = "held-out"
+) -> int:
+    """Return how many examples of a kind a false-alarm rate needs, or raise if there are fewer."""
+    needed = examples_needed(false_alarm_rate, confidence)
+    if count < needed:
+        least = 1 / (count + 1) if confidence is None else 1 - (1 - confidence) ** (1 / max(count, 1))
+        sure = "" if confidence is None else f" that holds with a confidence of {confidence:g}"
+        raise CalibrationError(
+            f"Expected at least {needed} {kind} examples for a false-alarm rate of {false_alarm_rate:g}{sure}, but got "
+            f"{count}. Pass more, or ask for a rate of at least {least:.3g}."
+        )
+    return needed
+
+
+def check_confidence(value: float | None) -> None:
+    """Raise unless `value` is None or a number strictly between 0 and 1."""
+    if value is not None:
+        check_rate(value, "confidence")
 
 
 def check_rate(value: float, name: str = "false_alarm_rate") -> None:
@@ -99,9 +142,17 @@ def check_rate(value: float, name: str = "false_alarm_rate") -> None:
 
 
 @lru_cache
-def _rank(count: int, rate: float) -> int:
-    """Return which of `count` sorted scores is the threshold; the first is 1."""
-    return math.ceil((count + 1) * (1 - _exact(rate)))
+def _largest_rank(count: int, rate: float, confidence: float) -> int:
+    r"""Return the largest j with :math:`P(\mathrm{Beta}(j, n + 1 - j) \le r) \ge c`, 0 if there is none.
+
+    That probability is the one of at least j successes in n trials of probability r.
+    """
+    ks = np.arange(count + 1)
+    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
+    logs = log_factorials[count] - log_factorials[ks] - log_factorials[count - ks]
+    below = np.cumsum(np.exp(logs + ks * math.log(rate) + (count - ks) * math.log1p(-rate)))  # P(successes <= k)
+    # The margin is for rounding: `below` adds up to 10,000 numbers.
+    return int(np.searchsorted(below, (1 - confidence) * (1 + 1e-12), side="right"))
 
 
 def _exact(rate: float) -> Fraction:

@@ -43,6 +43,7 @@ def fit(
     statistic: str = "mean",
     scorer: str | None = None,
     false_alarm_rate: float = 0.05,
+    confidence: float | None = None,
     max_rows: int = MAX_ROWS,
     preprocessing: Preprocessing | None = None,
     address: str | None = None,
@@ -70,6 +71,7 @@ def fit(
         statistic: `"mean"`, `"variance"` or `"both"`.
         scorer: Name of a scorer; None takes the best one for the data given.
         false_alarm_rate: Share of in-distribution images that may be flagged.
+        confidence: Probability with which the rate holds for these held-out images; None for on average.
         max_rows: Images of each set that scorer and threshold are made from.
         preprocessing: What to do to the images; None takes what the spec says.
         address: An existing Ray cluster; None works on this machine.
@@ -92,7 +94,7 @@ def fit(
         names = [layer.name for layer in chosen]
         detector = Detector(network, layers=names, statistic=statistic, scorer=scorer, reference=given)
         setup = _RemoteSetup(**vars(detector.setup), office=office)
-        options = FitOptions(false_alarm_rate, early_exit=False, batch_size=batch_size)
+        options = FitOptions(false_alarm_rate, early_exit=False, batch_size=batch_size, confidence=confidence)
         learnt, _ = learn(setup, sets[0], sets[1], sets[2], options)
     detector.adopt(learnt)
     warn_if_weak(learnt.source or "held_out")
