@@ -191,6 +191,22 @@ def _step(
     return loss.detach()
 
 
+def trial_step(
+    task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, *, device: torch.device, precision: Precision
+) -> Callable[[int], None]:
+    """Return a function that does one step on the first batch at a size, to be timed; it changes the task."""
+    setting = Setting(checkpoint=Path(), identity={}, device=device, precision=precision)
+    optimizer = make_optimizer(task.parameters(), recipe)
+    first = None if labels is None else labels[: recipe.batch_size]
+
+    def step(size: int) -> None:
+        shown = resize(images[: recipe.batch_size].float() / 255, size)
+        # `item` waits for a GPU to be done.
+        _step(task, shown, first, optimizer, recipe, setting, 0).item()
+
+    return step
+
+
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """Build the recipe's optimiser; biases, norms and embeddings do not decay."""
     decayed = [parameter for parameter in parameters if parameter.ndim in (2, 4)]
