@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import count
 
 import torch
 
@@ -83,11 +82,12 @@ def plan(recipe: Recipe, epoch_seconds: Mapping[int, float], budget: float, *, s
         return recipe
     sizes = (largest,) if started else tuple(sorted(epoch_seconds))
     stages: tuple[tuple[int, int], ...] = ((largest, 1),)
-    for epochs in count(2):
+    most = min(recipe.epochs, int(time_left / min(epoch_seconds.values())))
+    for epochs in range(2, most + 1):
+        # One epoch more may cost less: rounding then takes one from the largest size.
         longer = _share(sizes, epochs)
-        if epochs > recipe.epochs or sum(epoch_seconds[size] * number for size, number in longer) > time_left:
-            break
-        stages = longer
+        if sum(epoch_seconds[size] * number for size, number in longer) <= time_left:
+            stages = longer
     return _shorten(replace(recipe, epochs=sum(number for _, number in stages), stages=stages), started=started)
 
 
