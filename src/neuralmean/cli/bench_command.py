@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,20 @@ app.add_typer(bench)
 
 Data = Annotated[Path, typer.Option("--data", metavar="DIR", help="Folder of the image sets.")]
 Models = Annotated[Path, typer.Option("--weights", metavar="DIR", help="Folder of the trained models.")]
+
+
+class Recipes(str, Enum):
+    """Recipes by name."""
+
+    full = "full"
+
+
+class Precisions(str, Enum):
+    """What `--precision` takes."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 @bench.command("list", epilog="Example: `nmd bench list --methods`.")
@@ -104,13 +119,23 @@ def report(
         typer.echo(str(path))
 
 
-@bench.command(epilog="Example: `nmd bench train convnet4 --id cifar10 --data data --out convnet4.safetensors`.")
+@bench.command(
+    epilog="Example: `nmd bench train resnet34 --id cifar10 --data data --budget 3h --out resnet34.safetensors`."
+)
 def train(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A model; see `nmd bench models`.", show_default=False)],
     id_set: Annotated[str, typer.Option("--id", metavar="SET", help="The set to train on.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The weights to write.")],
     data: Data = Path("data"),
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipe's.")] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Choose image sizes and epochs to fit: 45m, 3h.")
+    ] = None,
+    recipe: Annotated[Recipes | None, typer.Option("--recipe", help="full: that of the architecture's paper.")] = None,
+    init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="Weights to start from.")] = None,
+    precision: Annotated[
+        Precisions, typer.Option("--precision", help="auto: bfloat16 where a trial shows it to work and to be faster.")
+    ] = Precisions.auto,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many images.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there.")] = False,
@@ -118,17 +143,24 @@ def train(
 ) -> None:
     """Train a model; run the same command again after an interruption and it goes on."""
     from neuralmean.bench import data as sets
+    from neuralmean.bench.train import full_recipe
     from neuralmean.bench.train import train as work
-    from neuralmean.cli.training import TrainingBar
+    from neuralmean.cli.training import TrainingBar, parse_duration
+
+    if budget is not None and (recipe is not None or epochs is not None):
+        raise InputError("Expected either --budget or --recipe and --epochs, but got both. Leave one of them out.")
 
     images, test = sets.load(id_set, "train", data), sets.load(id_set, "test", data)
     if limit is not None:
         images = images.limit(limit)
     with TrainingBar(f"Training {name}", quiet=quiet) as bar:
         trained = work(
-            name, images, out=out, test_set=test, epochs=epochs, seed=seed, overwrite=overwrite, progress=bar
-        )
-    typer.echo(f"{out}: accuracy {trained.metadata.get('accuracy', 'not measured')}", err=True)
+            name, images, out=out, test_set=test, epochs=epochs, seed=seed, overwrite=overwrite, progress=bar,
+            recipe=None if recipe is None else full_recipe(name, dataset=images.name), init=init,
+            budget=None if budget is None else parse_duration(budget), precision=precision.value,
+        )  # fmt: skip
+    found = trained.metadata.get("accuracy") or trained.metadata.get("neighbour_accuracy") or "not measured"
+    typer.echo(f"{out}: accuracy {found}", err=True)
 
 
 @bench.command("data", epilog="Example: `nmd bench data --data data --download svhn`.")

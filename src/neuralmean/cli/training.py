@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,26 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typing_extensions import Self
 
+from neuralmean.errors import InputError
+
 if TYPE_CHECKING:
     from neuralmean.bench.train import Progress
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a time such as `90s`, `45m`, `3h` or `1h30m`.
+
+    Example:
+        >>> parse_duration("1h30m"), parse_duration("0.5h")
+        (5400.0, 1800.0)
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
+        raise InputError(f"Expected a time such as 90s, 45m, 3h or 1h30m, but got {text!r}.")
+    return seconds
 
 
 class TrainingBar:
@@ -30,9 +49,11 @@ class TrainingBar:
     def __enter__(self) -> Self:
         if not self.quiet and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            # Not rich's own time left: steps at small sizes take less than those that follow.
+            left = TextColumn("{task.fields[left]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), left)
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
         return self
@@ -45,11 +66,14 @@ class TrainingBar:
 
     def __call__(self, state: Progress) -> None:
         """Show one more step."""
+        from neuralmean.bench.train.plan import duration
+
         text = f"{self.title}, epoch {state.epoch} of {state.epochs}, loss {state.loss:.3f}"
+        left = f"{duration(state.left)} left"
         if self._bar is not None:
             if self._task is None:
-                self._task = self._bar.add_task(text, total=state.steps)
-            self._bar.update(self._task, completed=state.step, description=text)
+                self._task = self._bar.add_task(text, total=state.steps, left=left)
+            self._bar.update(self._task, completed=state.step, description=text, left=left)
         elif not self.quiet and state.epoch != self._epoch:
-            typer.echo(text, err=True)
+            typer.echo(f"{text}, {left}", err=True)
         self._epoch = state.epoch

@@ -17,6 +17,7 @@ from neuralmean.bench.data import ImageSet
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.features import Features, Store
 from neuralmean.bench.models import TrainedModel
+from neuralmean.bench.models.evaluate import expected_accuracy
 from neuralmean.bench.protocols import Draw, EvalSet, FitSet
 from neuralmean.bench.results import Results, Row, make_row
 from neuralmean.errors import InputError
@@ -201,6 +202,8 @@ class Workbench:
             fit_ood=first.outliers.name if n_fit_ood else None,
             draws=len(draws),
             weights=self._weights_name(trained, facts),
+            weights_digest=fingerprint(trained.model)[:16],
+            model_accuracy=expected_accuracy(trained),
             limit=self.limit,
             inputs=hashlib.sha256(repr(inputs).encode()).hexdigest()[:16],
             **extra,

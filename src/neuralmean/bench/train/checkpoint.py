@@ -96,6 +96,16 @@ def load_checkpoint(
     return {key.removeprefix("state/"): value for key, value in tensors.items()}, at
 
 
+def held_run(path: Path) -> dict[str, Any]:
+    """Return what the run of a checkpoint is; empty where there is no checkpoint that can be read."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            held = json.loads((handle.metadata() or {})["run"])
+    except (SafetensorError, OSError, KeyError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint and what a run that was killed while writing it left behind."""
     remove_leftovers(path)

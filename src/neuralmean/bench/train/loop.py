@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from neuralmean.bench.train.checkpoint import load_checkpoint, save_checkpoint
@@ -28,7 +29,10 @@ REPORT_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is; epochs count from 1, `step` is the number of steps done, `loss` the mean since the last report."""
+    """How far training is; epochs count from 1, `step` is the number of steps done, `loss` the mean since the last report.
+
+    `seconds` are those of the whole run so far, `left` an estimate of those to come.
+    """
 
     step: int
     steps: int
@@ -37,6 +41,7 @@ class Progress:
     loss: float
     learning_rate: float
     seconds: float
+    left: float
 
 
 class Task(Protocol):
@@ -46,7 +51,7 @@ class Task(Protocol):
         """Return what the optimiser changes."""
 
     def loss(self, images: Tensor, labels: Tensor | None, generator: torch.Generator) -> Tensor:
-        """Loss of one batch of images in [0, 1], shape (N, 3, 32, 32)."""
+        """Loss of one batch of images in [0, 1], shape (N, 3, H, W)."""
 
     def after_step(self) -> None:
         """Do what follows a step of the optimiser."""
@@ -102,6 +107,12 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
         save_checkpoint(setting.checkpoint, task.state(), optimizer, setting.identity, at)
         clock.saved()
 
+    def tell(done: int, epoch: int, loss: float, rate: float) -> None:
+        if setting.progress is not None:
+            work = [work_until(recipe, number, per_epoch) for number in (start, done, steps)]
+            left = clock.here() * (work[2] - work[1]) / max(work[1] - work[0], 1e-9)
+            setting.progress(Progress(done, steps, epoch + 1, recipe.epochs, loss, rate, clock.seconds(), left))
+
     step = done = start
     order, losses = torch.empty(0), []
     try:
@@ -111,14 +122,14 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
                 order = torch.randperm(len(images), generator=_generator(setting.seed, epoch, stream=0))
             rows = order[place * recipe.batch_size : (place + 1) * recipe.batch_size].to(images.device)
             rate = set_learning_rate(optimizer, recipe, step, steps)
-            loss = _step(task, images[rows], None if labels is None else labels[rows], optimizer, recipe, setting, step)
+            shown = resize(images[rows].float() / 255, recipe.size_at(epoch))
+            loss = _step(task, shown, None if labels is None else labels[rows], optimizer, recipe, setting, step)
             done = step + 1
             losses.append(loss)
             if done % REPORT_EVERY == 0 or done == steps:
                 mean = _finite_mean(losses, done)
                 losses.clear()
-                if setting.progress is not None:
-                    setting.progress(Progress(done, steps, epoch + 1, recipe.epochs, mean, rate, clock.seconds()))
+                tell(done, epoch, mean, rate)
             if done < steps and clock.since_saved() >= setting.checkpoint_seconds:
                 keep(done)
     except KeyboardInterrupt:
@@ -128,6 +139,29 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
         raise
     keep(done)
     return clock.seconds()
+
+
+def resize(images: Tensor, size: int | None) -> Tensor:
+    """Scale images (N, C, H, W) to `size` pixels a side; None, or their own size, leaves them as they are."""
+    if size is None or images.shape[-2:] == (size, size):
+        return images
+    return F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
+
+
+def work_until(recipe: Recipe, step: int, per_epoch: int) -> float:
+    """How much is done before a step, counted in steps at the largest size: time goes with the number of pixels.
+
+    Example:
+        >>> work_until(Recipe(epochs=2, stages=((16, 1), (32, 1))), 15, per_epoch=10)
+        7.5
+    """
+    if not recipe.stages:
+        return float(step)
+    largest, done = max(size for size, _ in recipe.stages), 0.0
+    for size, epochs in recipe.stages:
+        steps = min(step, epochs * per_epoch)
+        done, step = done + steps * (size / largest) ** 2, step - steps
+    return done
 
 
 def _step(
@@ -147,7 +181,7 @@ def _step(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_seed(setting.seed, step, stream=2))
         with autocast:
-            loss = task.loss(images.float() / 255, labels, generator)
+            loss = task.loss(images, labels, generator)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
     if recipe.max_norm:
@@ -155,6 +189,22 @@ def _step(
     optimizer.step()
     task.after_step()
     return loss.detach()
+
+
+def trial_step(
+    task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, *, device: torch.device, precision: Precision
+) -> Callable[[int], None]:
+    """Return a function that does one step on the first batch at a size, to be timed; it changes the task."""
+    setting = Setting(checkpoint=Path(), identity={}, device=device, precision=precision)
+    optimizer = make_optimizer(task.parameters(), recipe)
+    first = None if labels is None else labels[: recipe.batch_size]
+
+    def step(size: int) -> None:
+        shown = resize(images[: recipe.batch_size].float() / 255, size)
+        # `item` waits for a GPU to be done.
+        _step(task, shown, first, optimizer, recipe, setting, 0).item()
+
+    return step
 
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
@@ -224,6 +274,10 @@ class _Clock:
 
     def seconds(self) -> float:
         return self._before + time.monotonic() - self._start
+
+    def here(self) -> float:
+        """Seconds of this process alone."""
+        return time.monotonic() - self._start
 
     def saved(self) -> None:
         self._saved = time.monotonic()

@@ -83,7 +83,7 @@ class MoCo:
         return list(self.query.parameters())
 
     def loss(self, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
-        """Contrastive loss of one batch of images in [0, 1], shape (N, 3, 32, 32); labels are not looked at."""
+        """Contrastive loss of one batch of images in [0, 1], shape (N, 3, H, W); labels are not looked at."""
         one, other = (
             (two_crops_view(images, flip=self.recipe.flip, generator=generator) - self.mean) / self.std
             for _ in range(2)

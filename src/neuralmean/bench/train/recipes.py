@@ -21,6 +21,7 @@ class Recipe:
 
     Attributes:
         epochs: Passes over the images.
+        stages: Pairs of image size and epochs, in turn, that add up to `epochs`; empty: every epoch at the images' own size.
         batch_size: Images per step; what is left over at the end of an epoch is left out of it.
         optimizer: `"sgd"` with momentum, or `"adamw"`.
         learning_rate: The highest one, reached after the warm-up.
@@ -56,6 +57,7 @@ class Recipe:
     temperature: float = 0.1
     queue: int = 4096
     key_momentum: float = 0.99
+    stages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         positive = {"epochs": self.epochs, "batch_size": self.batch_size, "queue": self.queue}
@@ -71,6 +73,23 @@ class Recipe:
                 raise InputError(f"Expected `{name}` of a recipe to be in [0, 1), but got {getattr(self, name)!r}.")
         if self.optimizer not in ("sgd", "adamw"):
             raise InputError(f"Expected `optimizer` of a recipe to be 'sgd' or 'adamw', but got {self.optimizer!r}.")
+        if self.stages and sum(epochs for _, epochs in self.stages) != self.epochs:
+            raise InputError(
+                f"Expected the epochs of the `stages` of a recipe to add up to {self.epochs}, but got {self.stages!r}."
+            )
+
+    def size_at(self, epoch: int) -> int | None:
+        """Size of the images in an epoch that counts from 0; None where they stay as they are.
+
+        Example:
+            >>> [Recipe(epochs=3, stages=((16, 2), (32, 1))).size_at(epoch) for epoch in range(3)]
+            [16, 16, 32]
+        """
+        for size, epochs in self.stages:
+            if epoch < epochs:
+                return size
+            epoch -= epochs
+        return None
 
     def to_json(self) -> str:
         """Write the recipe as one line of JSON."""
@@ -83,7 +102,8 @@ class Recipe:
         unknown = sorted(set(raw) - set(allowed))
         if unknown:
             raise InputError(f"Expected only the keys {allowed} in a recipe, but got {unknown}.")
-        return cls(**raw)
+        stages = tuple((int(size), int(epochs)) for size, epochs in raw.get("stages", ()))
+        return cls(**{**raw, "stages": stages})
 
 
 _RESNET = Recipe(epochs=200)
@@ -126,3 +146,14 @@ def default_recipe(name: str, *, dataset: str = "cifar10") -> Recipe:
     architecture(name)
     recipe = _RECIPES[name]
     return replace(recipe, flip=False) if dataset == "svhn" else recipe
+
+
+def full_recipe(name: str, *, dataset: str = "cifar10") -> Recipe:
+    """Return the recipe of the architecture's paper, whatever it takes; ConvNet-4, which has none, gets that of ResNets.
+
+    Args:
+        name: One of `models.names()`.
+        dataset: The set it is trained on.
+    """
+    recipe = default_recipe(name, dataset=dataset)
+    return replace(_RESNET, flip=recipe.flip) if name == "convnet4" else recipe

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from neuralmean.bench.models.trained import SIZE
 from neuralmean.bench.train.augment import mix, shift_and_flip
 from neuralmean.bench.train.recipes import Recipe
 
@@ -44,11 +45,12 @@ class Supervised:
         return list(self.model.parameters())
 
     def loss(self, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
-        """Cross-entropy of one batch of images in [0, 1], shape (N, 3, 32, 32), with labels (N,)."""
+        """Cross-entropy of one batch of images in [0, 1], shape (N, 3, H, W), with labels (N,)."""
         if labels is None:
             raise TypeError("a classifier is trained on labels")
         recipe = self.recipe
-        images = shift_and_flip(images, pixels=recipe.crop, flip=recipe.flip, generator=generator)
+        pixels = round(recipe.crop * images.shape[-1] / SIZE)
+        images = shift_and_flip(images, pixels=pixels, flip=recipe.flip, generator=generator)
         images = (images - self.mean) / self.std
         targets = F.one_hot(labels, self.num_classes).float()
         if recipe.mixup:

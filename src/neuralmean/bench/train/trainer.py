@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from neuralmean.bench.data import ImageSet, dataset, names
 from neuralmean.bench.models import TrainedModel, accuracy, architecture, build, load_weights, outputs
 from neuralmean.bench.models.trained import SIZE, Triple
-from neuralmean.bench.train.checkpoint import remove_checkpoint, save_tensors
-from neuralmean.bench.train.loop import Precision, Progress, Setting, run
+from neuralmean.bench.train.checkpoint import held_run, remove_checkpoint, save_tensors
+from neuralmean.bench.train.loop import Precision, Progress, Setting, run, trial_step
 from neuralmean.bench.train.moco import MoCo, neighbour_accuracy
-from neuralmean.bench.train.recipes import Recipe, default_recipe
+from neuralmean.bench.train.plan import measure, plan, usable_sizes
+from neuralmean.bench.train.precision import WORTH_IT, bfloat16_gain
+from neuralmean.bench.train.recipes import Recipe, default_recipe, full_recipe
 from neuralmean.bench.train.supervised import Supervised
 from neuralmean.errors import InputError
+from neuralmean.models.fingerprint import fingerprint
 
 
 def train(
@@ -37,7 +42,9 @@ def train(
     num_classes: int | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | Literal["auto"] = "float32",
+    budget: float | None = None,
+    init: Path | str | None = None,
     resume: bool = True,
     overwrite: bool = False,
     checkpoint_seconds: float = 60.0,
@@ -55,7 +62,10 @@ def train(
         num_classes: Number of classes; read off the labels if not given.
         seed: Of weights, order, augmentation and dropout: the same seed gives the same weights on the same machine.
         device: Where to train; a GPU if there is one.
-        precision: `"bfloat16"` is faster, on GPUs only.
+        precision: `"bfloat16"` is faster where the processor has it, which a process of its own finds out; `"auto"` takes
+            it where it works and is faster.
+        budget: Seconds that training may take: a few steps are measured, and image sizes and epochs chosen to fit.
+        init: Weights of the same architecture to start from; their normalisation is kept.
         resume: Whether to go on from a checkpoint that is there, or to start anew.
         overwrite: Whether `out` may be there already.
         checkpoint_seconds: How often the state is kept on disk; at most this much work is lost.
@@ -67,15 +77,28 @@ def train(
     out = Path(out)
     head = architecture(name).head
     _check(name, id_set, out, needs_labels=head is not None, overwrite=overwrite)
+    if budget is not None and (epochs is not None or recipe is not None):
+        raise InputError("Expected either a `budget` or `epochs` and `recipe`, but got both. Leave one of them out.")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    classes = _count_classes(id_set, num_classes) if head is not None else 0
+    start = None if init is None else _starting_point(name, init, classes)
+    mean, std = colour_moments(id_set) if start is None else (start.mean, start.std)
+    images = torch.from_numpy(id_set.images).permute(0, 3, 1, 2).contiguous().to(where)
+    labels = None if id_set.labels is None else torch.from_numpy(id_set.labels).to(where)
+
+    def make_task(recipe: Recipe) -> Supervised | MoCo:
+        return _task(name, recipe, mean, std, classes, seed, where, start)
+
+    # What was measured when the run began holds to its end: the machine may be faster or slower by now.
+    begun = held_run(checkpoint_of(out)) if resume else {}
+    precision = _choose_precision(precision, where, begun)
+    if budget is not None:
+        recipe = _recall(begun, budget) or _fit_budget(
+            full_recipe(name, dataset=id_set.name), make_task, images, labels, where, precision, budget,
+            usable_sizes(name), started=start is not None,
+        )  # fmt: skip
     recipe = recipe or default_recipe(name, dataset=id_set.name)
     recipe = recipe if epochs is None else replace(recipe, epochs=epochs)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if precision == "bfloat16" and where.type == "cpu":
-        # Its backward pass ends in an illegal instruction on CPUs that announce AMX and do not grant it.
-        raise InputError(
-            "Expected `precision` to be 'float32' on a CPU, but got 'bfloat16'. Train on a GPU, or leave it out."
-        )
-    classes = _count_classes(id_set, num_classes) if head is not None else 0
     identity = {
         "name": name,
         "images": id_set.digest,
@@ -83,6 +106,8 @@ def train(
         "recipe": asdict(recipe),
         "seed": seed,
         "precision": precision,
+        "budget": budget,
+        "init": None if start is None else fingerprint(start.model),
     }
     setting = Setting(
         checkpoint=checkpoint_of(out),
@@ -94,14 +119,13 @@ def train(
         checkpoint_seconds=checkpoint_seconds,
         progress=progress,
     )
-    mean, std = colour_moments(id_set)
-    task = _task(name, recipe, mean, std, classes, seed, where)
-    images = torch.from_numpy(id_set.images).permute(0, 3, 1, 2).contiguous().to(where)
-    labels = None if id_set.labels is None else torch.from_numpy(id_set.labels).to(where)
+    task = make_task(recipe)
     seconds = run(task, images, labels, recipe, setting)
     model = task.result.eval().cpu()
     measured = _measure(TrainedModel(model, name, classes, mean, std, SIZE), id_set, test_set)
     metadata = _metadata(name, id_set, mean, std, recipe, seed, precision, seconds) | measured
+    if start is not None:
+        metadata["init"] = json.dumps({"weights": Path(init or "").name, "digest": identity["init"]})
     save_tensors(out, model.state_dict(), metadata)
     remove_checkpoint(setting.checkpoint)
     return load_weights(out)
@@ -127,6 +151,58 @@ def colour_moments(images: ImageSet) -> tuple[Triple, Triple]:
         raise InputError("Expected images whose colours vary, but got one colour throughout. Check the data set.")
     rounded = [round(value, 4) for value in (*mean, *(max(value, 1e-4) for value in spread))]
     return (rounded[0], rounded[1], rounded[2]), (rounded[3], rounded[4], rounded[5])
+
+
+def _starting_point(name: str, path: Path | str, classes: int) -> TrainedModel:
+    start = load_weights(path)
+    if (start.name, start.num_classes) != (name, classes):
+        raise InputError(
+            f"Expected `init` to hold {name!r} with {classes} classes, but {Path(path).name} holds {start.name!r} with "
+            f"{start.num_classes}. Pass weights of the model that is trained."
+        )
+    return start
+
+
+def _choose_precision(asked: Precision | Literal["auto"], device: torch.device, begun: Mapping[str, Any]) -> Precision:
+    """Decide between float32 and bfloat16; a run that has begun keeps what it began with."""
+    if asked == "auto" and begun.get("precision") == "float32":
+        return "float32"
+    if asked == "float32" or device.type != "cpu":
+        return "bfloat16" if asked == "bfloat16" else "float32"
+    gain = bfloat16_gain()
+    if asked == "auto" and "precision" not in begun:
+        return "bfloat16" if gain is not None and gain > WORTH_IT else "float32"
+    if gain is None:
+        raise InputError(
+            "Expected a CPU that computes in bfloat16, but a trial step of it failed on this one. Train in 'float32'; "
+            "remove a checkpoint that was begun in bfloat16."
+        )
+    return "bfloat16"
+
+
+def _recall(begun: Mapping[str, Any], budget: float) -> Recipe | None:
+    """Return the recipe that was planned for this budget when the run began."""
+    return Recipe.from_mapping(begun["recipe"]) if begun.get("budget") == budget else None
+
+
+def _fit_budget(
+    recipe: Recipe,
+    make_task: Callable[[Recipe], Supervised | MoCo],
+    images: Tensor,
+    labels: Tensor | None,
+    device: torch.device,
+    precision: Precision,
+    budget: float,
+    sizes: tuple[int, ...],
+    *,
+    started: bool,
+) -> Recipe:
+    """Measure a few steps at each size on a network that is thrown away, and plan with them."""
+    task = make_task(recipe)
+    step = trial_step(task, images, labels, recipe, device=device, precision=precision)
+    per_epoch = max(1, len(images) // recipe.batch_size)
+    took = measure(step, sizes[-1:] if started else sizes)
+    return plan(recipe, {size: seconds * per_epoch for size, seconds in took.items()}, budget, started=started)
 
 
 def _check(name: str, id_set: ImageSet, out: Path, *, needs_labels: bool, overwrite: bool) -> None:
@@ -157,11 +233,20 @@ def _count_classes(id_set: ImageSet, num_classes: int | None) -> int:
 
 
 def _task(
-    name: str, recipe: Recipe, mean: Triple, std: Triple, classes: int, seed: int, device: torch.device
+    name: str,
+    recipe: Recipe,
+    mean: Triple,
+    std: Triple,
+    classes: int,
+    seed: int,
+    device: torch.device,
+    start: TrainedModel | None,
 ) -> Supervised | MoCo:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build(name, num_classes=classes or 2)
+    if start is not None:
+        model.load_state_dict(start.model.state_dict())
     # mypy knows no `memory_format` of Module.to
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if classes:
