@@ -24,6 +24,11 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="File with a bearer token; or set NMD_TOKEN.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="A name by which clients call this server; may be repeated."),
+    ] = None,
+    log_format: Annotated[str, typer.Option("--log-format", help="Lines on stderr: text or json.")] = "text",
     no_thumbnails: Annotated[bool, typer.Option("--no-thumbnails", help="Keep no picture of flagged inputs.")] = False,
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Inputs per forward pass at most.")] = 64,
     max_wait_ms: Annotated[
@@ -39,5 +44,5 @@ def serve(
     service.serve(
         saved, host=host, port=port, name=name, model=model, weights=weights, token_file=token_file,
         thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=freeze,
-        state=state,
+        state=state, allow_hosts=tuple(allow_host or ()), log_format=log_format,
     )  # fmt: skip

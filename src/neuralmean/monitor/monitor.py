@@ -251,6 +251,11 @@ class Monitor:
         with self._lock:
             return [p_value for p_value, _ in self._recent]
 
+    def window_flags(self) -> list[bool]:
+        """Return which inputs in the window were flagged, oldest first."""
+        with self._lock:
+            return [flag for _, flag in self._recent]
+
     def save(self, path: str | Path) -> None:
         """Write all of the state to a file, whole or not at all."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 Importing this package imports nothing of the extra; `serve` and `create_app` do. The files:
 
+    connections header bytes, header time and connections, bounded before there is a request
     settings    limits and the token, checked
     refusal     what is answered instead of a result: a status and a sentence
     passes      one forward pass: output, decision, vectors, explanation
@@ -12,7 +13,8 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     live        what the page shows: latest items, flagged thumbnails, the monitor
     metrics     the same for Prometheus
     describe    sentences and numbers for people: why an input was flagged
-    gate        what every request passes: the token, headers, counting
+    gate        what every request passes: host, origin, token, counting, the access log
+    logs        lines on stderr: time, level, message; text or JSON
     schema      what the OpenAPI description says of bodies and answers
     handlers    exceptions to answers
     app         the routes
@@ -72,6 +74,7 @@ def serve(
     token: str | None = None,
     token_file: str | Path | None = None,
     freeze: bool = False,
+    log_format: str = "text",
     **options: Any,
 ) -> None:
     """Serve a saved detector until SIGTERM or Ctrl+C, then finish what was accepted and return.
@@ -87,26 +90,29 @@ def serve(
         token_file: A file that holds the token.
         freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
             changes the last digits: see `Detector.freeze`.
+        log_format: `text` or `json`: how the lines on stderr look.
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
     """
     _check_extra()
     from neuralmean.files.atomic import check_target
     from neuralmean.service.launch import load_served, run_server
+    from neuralmean.service.logs import check_log_format
     from neuralmean.service.settings import read_token
     from neuralmean.service.workers import on_own_thread
 
+    check_log_format(log_format)
     settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
     if settings.state is not None:
         check_target(settings.state)
     served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights, freeze=freeze))
     app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
-    run_server(app, host=host, port=port)
+    run_server(app, host=host, port=port, log_format=log_format)
 
 
 def _check_extra() -> None:
     import importlib
 
-    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "orjson"):
+    for module in ("fastapi", "uvicorn", "httptools", "prometheus_client", "python_multipart", "orjson"):
         try:
             importlib.import_module(module)
         except ImportError:

@@ -1,4 +1,8 @@
-"""What every request passes before it reaches a route: the token, and afterwards the counting.
+"""What every request passes before it reaches a route: host, origin and token, and afterwards the counting.
+
+A browser on this machine is a door for every page it shows. So a request must be addressed to this server by a name that is
+known (else a foreign name that was made to point here could read everything), and what changes anything or shows pictures
+must not come from a page of another site.
 
 A plain ASGI middleware, as it is in the way of every request and must cost next to nothing. What is asked all the time goes
 straight on to its handler: the way through FastAPI's routes takes longer than all that the handler does.
@@ -6,23 +10,36 @@ straight on to its handler: the way through FastAPI's routes takes longer than a
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neuralmean.service.handlers import answer_to
-from neuralmean.service.settings import is_authorised
+from neuralmean.service.refusal import Refusal
+from neuralmean.service.settings import is_authorised, is_loopback
+
+log = logging.getLogger("neuralmean.service.access")
 
 OPEN_PATHS = frozenset(
-    {"/", "/docs", "/page/app.js", "/page/style.css", "/page/docs.js", "/v2/health/live", "/v2/health/ready"}
+    {
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/page/app.js",
+        "/page/style.css",
+        "/page/docs.js",
+        "/v2/health/live",
+        "/v2/health/ready",
+    }
 )
 """What may be seen without the token: the page itself holds no data, and load balancers have no token."""
 
+_ASKED_ALL_THE_TIME = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/live"})
 _HEADERS = [(b"x-content-type-options", b"nosniff")]
 
 
@@ -32,6 +49,7 @@ class Gate:
     Args:
         app: The application behind it.
         token: What requests must carry; None lets everybody in.
+        allow_hosts: Names under which the server is known, beside its address and those of this machine; `*` is any.
         routes: Names of routes to count under; other paths count as "other".
         direct: Handlers of POST requests by path that are called without looking for a route.
         count: Called with route, status and seconds at the end of each request.
@@ -41,12 +59,14 @@ class Gate:
         self,
         app: ASGIApp,
         token: str | None,
+        allow_hosts: Collection[str],
         routes: Collection[str],
         direct: Mapping[str, Callable[[Request], Awaitable[Response]]],
         count: Callable[[str, int, float], None],
     ) -> None:
         self._app = app
         self._token = token
+        self._hosts = frozenset(name.lower() for name in allow_hosts)
         self._routes = frozenset(routes)
         self._direct = direct
         self._count = count
@@ -66,10 +86,10 @@ class Gate:
             await send(message)
 
         try:
-            if not self._may_pass(scope):
-                await _refuse(send_on)
+            request = Request(scope, receive)
+            if (refusal := self._refusal(scope)) is not None:
+                await answer_to(request, refusal)(scope, receive, send_on)
             elif scope["method"] == "POST" and (handler := self._direct.get(scope["path"])) is not None:
-                request = Request(scope, receive)
                 try:
                     answer = await handler(request)
                 except Exception as error:  # noqa: BLE001 - what the routes do with it: an answer
@@ -78,12 +98,59 @@ class Gate:
             else:
                 await self._app(scope, receive, send_on)
         finally:
-            self._count(self._route(scope), status, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self._count(self._route(scope), status, seconds)
+            _log_access(scope, status, seconds)
 
-    def _may_pass(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        """Return why a request may not pass, None where it may."""
+        found: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            found.setdefault(name, []).append(value)
+        hosts = found.get(b"host", [])
+        if len(hosts) > 1 or (not hosts and scope.get("http_version", "1.1") != "1.0"):
+            return Refusal(400, f"Expected one `Host` header, but got {len(hosts)}.")
+        host = hosts[0].decode("latin-1").strip().lower() if hosts else ""
+        if hosts and not self._knows_host(host, scope):
+            return Refusal(
+                403,
+                f"Expected the name of this server as `Host`, but got {host[:80]!r}. If it is one, start the server with "
+                "`--allow-host NAME`.",
+            )
+        if (scope["method"] not in ("GET", "HEAD") or scope["path"].startswith("/live")) and not self._is_own(
+            found, host
+        ):
+            return Refusal(
+                403, "Expected this from the server's own page or a program, but a page of another site asks."
+            )
         if self._token is None or scope["path"] in OPEN_PATHS:
-            return True
-        return is_authorised(dict(scope["headers"]).get(b"authorization"), self._token)
+            return None
+        sent = found.get(b"authorization", [])
+        if len(sent) == 1 and is_authorised(sent[0], self._token):
+            return None
+        return Refusal(
+            401,
+            "Expected the header `Authorization: Bearer TOKEN`, once, with the server's token, but it is missing or wrong.",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def _knows_host(self, host: str, scope: Scope) -> bool:
+        name = _name_of(host)
+        own = (scope.get("server") or ("",))[0]
+        return bool(name) and ("*" in self._hosts or name in self._hosts or name == own or is_loopback(name))
+
+    def _is_own(self, found: Mapping[bytes, list[bytes]], host: str) -> bool:
+        """Tell whether a request comes from the server's own page, or from no page at all."""
+        if any(value not in (b"same-origin", b"none") for value in found.get(b"sec-fetch-site", [])):
+            return False
+        for value in found.get(b"origin", []):
+            origin = value.decode("latin-1").strip().lower()
+            scheme, mark, authority = origin.partition("://")
+            standard = {"http": ":80", "https": ":443"}.get(scheme, "")
+            is_same = authority.removesuffix(standard) == host.removesuffix(standard)
+            if not mark or not (is_same or _name_of(authority) in self._hosts):
+                return False
+        return True
 
     def _route(self, scope: Scope) -> str:
         path = scope["path"]
@@ -93,13 +160,18 @@ class Gate:
         return path if path in self._routes else "other"
 
 
-async def _refuse(send: Callable[[Any], Any]) -> None:
-    sentence = "Expected the header `Authorization: Bearer TOKEN` with the server's token, but it is missing or wrong."
-    body = json.dumps({"error": sentence}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
-    ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _name_of(host: str) -> str:
+    """Return the name in `NAME:PORT`, without brackets and a last dot; nothing where it is no such thing."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".") if "@" not in host else ""
+    except ValueError:
+        return ""
+
+
+def _log_access(scope: Scope, status: int, seconds: float) -> None:
+    if not log.isEnabledFor(logging.INFO) or (status == 200 and scope["path"] in _ASKED_ALL_THE_TIME):
+        return
+    path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")[:200].encode("unicode_escape").decode()
+    client = (scope.get("client") or ("-",))[0]
+    more = {"method": scope["method"], "path": path, "status": status, "ms": round(1000 * seconds, 1), "client": client}
+    log.info("%(method)s %(path)s %(status)d in %(ms).1f ms for %(client)s", more, extra=more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import signal
 import socket
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
 from neuralmean.detector.saved import open_saved
 from neuralmean.errors import InputError, NeuralMeanError
+from neuralmean.service.logs import set_up_logs
+from neuralmean.service.settings import Bounds, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("neuralmean.service")
 
-KEEP_ALIVE_S = 30
 SWITCH_S = 0.0005
 """How long one thread may keep Python's lock while others wait for it: passes need it after every layer."""
 
@@ -61,18 +62,13 @@ def load_served(
     return Served(opened.detector, opened.preprocessing, name or path.stem)
 
 
-def run_server(app: FastAPI, *, host: str, port: int) -> None:
+def run_server(app: FastAPI, *, host: str, port: int, log_format: str = "text") -> None:
     """Serve until SIGTERM or Ctrl+C; what was accepted by then is answered before this returns."""
-    import uvicorn
-
-    if not logging.getLogger().handlers and not log.handlers:
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    set_up_logs(log_format)
     listening = _listen(host, port)
     if not is_loopback(host) and app.state.service.settings.token is None:
         log.warning("Anybody who reaches %s can use this server. Set a token, or keep it on 127.0.0.1.", host)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=2048
-    )
+    config = _config(app, app.state.service.settings.bounds)
     ready = f"Serving {app.state.service.name} on {address(listening)}"
     with listening, _switching(SWITCH_S):
         _server(config, ready).run(sockets=[listening])
@@ -86,21 +82,6 @@ def _switching(seconds: float) -> Generator[None, None, None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether an address can be reached from this machine only.
-
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-        (True, True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def address(listening: socket.socket) -> str:
@@ -125,6 +106,17 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"Expected to listen on {host!r} port {port}, but {reason}. Choose another port.") from None
     return listening
+
+
+def _config(app: FastAPI, bounds: Bounds) -> Any:
+    """Return uvicorn's settings: HTTP only, each connection within bounds."""
+    import uvicorn
+
+    from neuralmean.service.connections import Connections, GuardedProtocol, bounded_by_files
+
+    protocol: Any = partial(GuardedProtocol, shared=Connections(bounded_by_files(bounds)))
+    options = {"log_level": "error", "log_config": None, "access_log": False, "server_header": False, "backlog": 2048}
+    return uvicorn.Config(app, http=protocol, ws="none", proxy_headers=False, **options)
 
 
 def _server(config: Any, ready: str | None = None) -> Any:

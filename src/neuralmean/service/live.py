@@ -27,6 +27,7 @@ N_ITEMS = 400
 SIDE = 96
 N_SHOWN_LAYERS = 12
 N_NAMED = 8  # layers in the log
+N_LATEST = 8  # inputs that the log tells of beside the window: a window of hundreds hides what has just begun
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,14 @@ class Live:
         names = ", ".join(moved[:N_NAMED]) + (f" and {len(moved) - N_NAMED} more" if len(moved) > N_NAMED else "")
         if is_new:
             self._drift_time = time.time()
+            flags = self.monitor.window_flags()
             log.warning(
-                "The stream has shifted: noticed at input %d, by %s. Of the last %d inputs %.1f %% are flagged, %.1f %% are "
-                "expected. Layers that moved: %s.",
+                "Drift alarm at input %d, by %s: what comes in no longer looks like what the detector was calibrated on. "
+                "Flagged: %s, %s; expected: %.1f %%. Layers that moved: %s.",
                 status.drift_at,
                 "single inputs" if status.drift_by == "items" else "the mean of many",
-                status.n_window,
-                100 * (status.window_ood_rate or 0.0),
+                _share(flags[-N_LATEST:]),
+                _share(flags),
                 100 * status.expected_ood_rate,
                 names or "none for certain yet",
             )
@@ -175,3 +177,7 @@ class Live:
         """Return how many items and pictures are held."""
         with self._lock:
             return {"items": len(self._items), "flagged": len(self._flagged)}
+
+
+def _share(flags: list[bool]) -> str:
+    return f"{sum(flags)} of the last {len(flags)} ({100 * sum(flags) / max(1, len(flags)):.1f} %)"

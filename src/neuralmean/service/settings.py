@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,43 @@ TOKEN_VARIABLE = "NMD_TOKEN"
 _SHORTEST_TOKEN = 8
 _LONGEST_TOKEN = 4096
 _COUNTS = ("max_batch", "queue", "max_body_bytes", "max_bytes_in_flight", "max_pixels", "window", "n_flagged")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"Expected `{name}` to be a whole number of at least 1, but got {value!r}.")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
+        raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a connection may cost.
+
+    Attributes:
+        header_bytes: Most bytes of a request line with its headers, or of a chunked body's trailers.
+        headers: Most headers of a request.
+        header_s: Longest time for the headers of a request to arrive.
+        idle_s: Longest time between two requests, and for a client to take its answer.
+        connections: Most connections in all.
+        per_client: Most connections of one address (of one /64 network with IPv6).
+    """
+
+    header_bytes: int = 32 * 2**10
+    headers: int = 100
+    header_s: float = 10.0
+    idle_s: float = 30.0
+    connections: int = 512
+    per_client: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("header_bytes", "headers", "connections", "per_client"):
+            _check_count(name, getattr(self, name))
+        for name in ("header_s", "idle_s"):
+            _check_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +68,14 @@ class Settings:
         max_pixels: Largest image, in pixels.
         timeout_s: Longest time for a body to arrive, and for an answer.
         token: What clients must send as `Authorization: Bearer TOKEN`; None lets everybody in.
+        allow_hosts: Names by which clients may call the server, beside its address and those of this machine; `*` is any.
         thumbnails: Whether the page shows the latest flagged inputs.
         n_flagged: How many of them are kept.
         window: Length of the monitor's window.
         drift_rate: Probability of ever raising a false drift alarm.
         state: File that keeps the monitor's state; None forgets it at the end.
         state_every_s: How often it is written.
+        bounds: What a connection may cost; `serve` keeps to it, another ASGI server has bounds of its own.
     """
 
     max_batch: int = 64
@@ -46,24 +86,24 @@ class Settings:
     max_pixels: int = 25_000_000
     timeout_s: float = 30.0
     token: str | None = None
+    allow_hosts: tuple[str, ...] = ()
     thumbnails: bool = True
     n_flagged: int = 24
     window: int = 512
     drift_rate: float = 0.01
     state: str | Path | None = None
     state_every_s: float = 30.0
+    bounds: Bounds = Bounds()
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"Expected `{name}` to be a whole number of at least 1, but got {value!r}.")
+            _check_count(name, getattr(self, name))
         for name in ("max_wait_ms", "timeout_s", "state_every_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e6:
-                raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value!r}.")
+            _check_seconds(name, getattr(self, name))
         if self.queue < self.max_batch:
             raise InputError(f"Expected `queue` to be at least `max_batch` ({self.max_batch}), but got {self.queue!r}.")
+        if isinstance(self.allow_hosts, str) or not all(isinstance(name, str) and name for name in self.allow_hosts):
+            raise InputError(f"Expected `allow_hosts` to be a list of names, but got {self.allow_hosts!r}.")
         if self.token is not None:
             check_token(self.token)
 
@@ -120,3 +160,18 @@ def is_authorised(header: bytes | None, token: str) -> bool:
     scheme, _, sent = (header or b"").strip().partition(b" ")
     digests = (hashlib.sha256(value).digest() for value in (sent.strip(), token.encode()))
     return hmac.compare_digest(*digests) and scheme.lower() == b"bearer"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address can be reached from this machine only.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+        (True, True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
