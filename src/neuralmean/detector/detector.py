@@ -23,6 +23,7 @@ from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.fingerprint import WeightsGuard
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
+from neuralmean.recording.graph.frozen import FrozenObserver, freeze
 from neuralmean.recording.observer import ChannelStats, Observer
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import Observation, Scorer
@@ -378,6 +379,32 @@ class Detector:
         return self._explain(observation, score_rows(self.scorer, observation))
 
     # Where and how the model runs.
+
+    def freeze(self, x: Any) -> Self:
+        """Run the model as one compiled graph from now on: faster, most of all for single inputs.
+
+        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; others go through the model as
+        ever. The graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It
+        is compiled once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until
+        the next `fit`; a copy of the detector runs the model. Its output carries no gradients to the weights.
+
+        Args:
+            x: Inputs of the usual shape, (N, ...).
+
+        Raises:
+            InputError: The detector has early exits, the model is no fixed graph of its input, there is no compiler, or the
+                graph is not faster. The detector is as it was.
+        """
+        self.check_weights()
+        if isinstance(self.learnt.scorer, exits.CascadeScorer):
+            raise InputError("Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make.")
+        self._observer = FrozenObserver(self._observer, freeze(self._observer, to_batch(x), self.fingerprint))
+        return self
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether inputs of the usual shape run through a compiled graph."""
+        return isinstance(self._observer, FrozenObserver)
 
     def to(self, device: str | torch.device) -> Self:
         """Move the model, and with it every later pass, to a device."""

@@ -1,0 +1,227 @@
+"""A recorded pass that runs as a compiled graph where that is right and faster, and as the model everywhere else."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from neuralmean.data.batch import Batch
+from neuralmean.errors import InputError
+from neuralmean.models.execution import device_of, is_compiled, shared_copy
+from neuralmean.models.layers import unwrap
+from neuralmean.recording.graph.capture import capture, state_of
+from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_program
+from neuralmean.recording.graph.split_means import split_means
+from neuralmean.recording.module import RecordingModule
+from neuralmean.recording.observer import ChannelStats, Observer
+from neuralmean.recording.result import Exits
+
+_SIZES = (1, 2, 3, 5, 17)  # of the batches that numbers are compared on
+_SEVERAL = 8  # inputs, for the time of a batch
+_ROUNDS = 7
+_FASTER = 0.97  # of the model's time at most
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-5
+
+
+class FlatRecording(nn.Module):
+    """The recording module as a function of one tensor to a list of tensors: outputs, then what was recorded."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        recorder = observer.recorder
+        self.recording = RecordingModule(
+            unwrap(recorder.model), recorder.layers, variance=recorder.variance, head=recorder.head
+        )
+        self.eval()
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the leaves of the model's output, means, and of variances, feature and logits what there is."""
+        output, *recorded = self.recording(inputs, {}, None)
+        return (*pytree.tree_flatten(output)[0], *(part for part in recorded if part is not None))
+
+
+@dataclass(frozen=True)
+class FrozenGraphs:
+    """Compiled graphs of one recorded pass.
+
+    Attributes:
+        single: For one input; None where the model is as fast.
+        several: For more of them; None likewise.
+        shape: Of one input.
+        spec: How the model's output is put together of its tensors.
+    """
+
+    single: Graph | None
+    several: Graph | None
+    shape: torch.Size
+    spec: Any
+
+    def for_size(self, size: int) -> Graph | None:
+        """Return the graph for so many inputs."""
+        return self.single if size == 1 else self.several if size > 1 else None
+
+
+class FrozenObserver(Observer):
+    """An observer that runs graphs where the inputs are like those they were made for, and the model elsewhere.
+
+    The model runs, too, once a layer was added, replaced or removed, or it was moved to another device.
+
+    Args:
+        observer: The observer of the model; its head has been looked for already.
+        graphs: What `freeze` made.
+    """
+
+    def __init__(self, observer: Observer, graphs: FrozenGraphs) -> None:
+        self.layers, self.recorder, self._head_is_open = observer.layers, observer.recorder, False
+        self.graphs, self._modules = graphs, self.recorder.modules
+
+    def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, ChannelStats]:
+        """Return the model's output for a batch and the rows of it; see `Observer.observe`."""
+        graph = None if exits is not None else self._graph_for(batch)
+        if graph is None:
+            return super().observe(batch, name=name, exits=exits)
+        with torch.no_grad():
+            output, stats = self.read(graph([batch.first.contiguous()]))
+        self._check_finite(stats.means, name)
+        return output, stats
+
+    def _graph_for(self, batch: Batch) -> Graph | None:
+        if len(batch.args) != 1 or batch.kwargs or not isinstance(batch.args[0], Tensor):
+            return None
+        x, modules = batch.args[0], self.recorder.modules
+        fits = type(x) is Tensor and x.dtype is torch.float32 and x.shape[1:] == self.graphs.shape
+        fits = fits and x.device.type == "cpu" and not x.requires_grad and not torch.is_autocast_enabled("cpu")
+        fits = fits and modules is self._modules and device_of(modules).type == "cpu"
+        return self.graphs.for_size(len(x)) if fits else None
+
+    def read(self, found: list[Tensor]) -> tuple[Any, ChannelStats]:
+        """Return the output and the rows in what a graph returned."""
+        n_leaves = self.graphs.spec.num_leaves
+        output = pytree.tree_unflatten(found[:n_leaves], self.graphs.spec)
+        means, *rest = found[n_leaves:]
+        variances = rest.pop(0) if self.recorder.variance else None
+        feature, logits = (rest[0], rest[1] if len(rest) > 1 else None) if rest else (None, None)
+        return output, ChannelStats(means, variances, logits, feature)
+
+
+def freeze(observer: Observer, batch: Batch, weights: str) -> FrozenGraphs:
+    """Return the pass of an observer as compiled graphs, checked against the model.
+
+    Args:
+        observer: The observer of the model.
+        batch: Inputs of the usual shape.
+        weights: Digest of the model's weights.
+
+    Raises:
+        InputError: The model is no fixed graph, cannot be compiled, or is as fast without.
+    """
+    core = unwrap(observer.recorder.model)
+    try:
+        return _freeze(observer, core, batch, weights)
+    except InputError as error:
+        reason = str(error).rstrip(".")
+        raise InputError(
+            f"Expected {type(core).__name__} to be a fixed graph of its input, but {reason}. It runs as it is without one."
+        ) from error
+
+
+def _freeze(observer: Observer, core: nn.Module, batch: Batch, weights: str) -> FrozenGraphs:
+    x = batch.first
+    if len(batch.args) != 1 or batch.kwargs or x.dtype is not torch.float32 or x.device.type != "cpu":
+        raise InputError("only models with one input, in float32 on the CPU, can be frozen")
+    if device_of(core.modules()).type != "cpu":
+        raise InputError(f"it is on {device_of(core.modules())}, and only models on the CPU can be frozen")
+    check_compiler()
+    if is_compiled(observer.recorder.model):
+        observer = observer.on(shared_copy(core))
+    spec = _run_twice(observer, core, x)
+    with torch.no_grad():
+        module = FlatRecording(observer)
+        single = _compile(module, _noise(1, x), weights, any_size=False)
+        several = _compile(module, _noise(3, x), weights, any_size=True)
+        frozen = FrozenObserver(observer, FrozenGraphs(single, several, x.shape[1:], spec))
+        for inputs in _odd_inputs(x):
+            _compare(observer, frozen, inputs)
+        kept = [_faster(observer, frozen, _noise(n, x), graph) for n, graph in ((1, single), (_SEVERAL, several))]
+    if kept == [None, None]:
+        raise InputError("a compiled graph of it is not faster")
+    return FrozenGraphs(kept[0], kept[1], x.shape[1:], spec)
+
+
+def _run_twice(observer: Observer, core: nn.Module, x: Tensor) -> Any:
+    """Return how the model's output is put together, after making sure that passes leave nothing behind."""
+    with torch.no_grad():
+        observer.observe(Batch((x[:2].clone(),)))  # what the first pass of all sets up is no harm
+        before = state_of(core)
+        output, _ = observer.observe(Batch((x[:2].clone(),)))
+        if state_of(core) != before:
+            raise InputError("a pass changes what the model keeps in Python or in a buffer")
+    leaves, spec = pytree.tree_flatten(output)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise InputError("its output holds something else than tensors")
+    return spec
+
+
+def _compile(module: nn.Module, x: Tensor, weights: str, *, any_size: bool) -> Graph:
+    program = capture(module, [x], any_size=any_size)
+    split_means(program.graph)
+    program.graph.eliminate_dead_code()
+    return compile_program(program, weights)
+
+
+def _noise(size: int, x: Tensor) -> Tensor:
+    return torch.randn(size, *x.shape[1:], generator=torch.Generator().manual_seed(size))
+
+
+def _odd_inputs(x: Tensor) -> Iterator[Tensor]:
+    yield x[:_SEVERAL]
+    yield x[:1]
+    for size in _SIZES:
+        noise = _noise(size, x)
+        yield from (noise, torch.zeros_like(noise), 50 * noise, noise.abs(), -noise.abs())
+
+
+def _compare(observer: Observer, frozen: FrozenObserver, x: Tensor) -> None:
+    try:
+        expected, rows = observer.observe(Batch((x.clone(),)))
+    except InputError:  # not finite, which is an error of the graph's observer too
+        return
+    found, others = frozen.observe(Batch((x.clone(),)))
+    pairs = list(zip(pytree.tree_flatten(expected)[0], pytree.tree_flatten(found)[0], strict=True))
+    pairs += [(getattr(rows, part), getattr(others, part)) for part in ("means", "variances", "logits", "feature")]
+    for one, other in pairs:
+        if one is None and other is None:
+            continue
+        if one is None or other is None or one.shape != other.shape or not _are_close(one, other):
+            raise InputError("the graph does not give the model's numbers")
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    largest = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
+    return torch.allclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE * max(1.0, largest), equal_nan=True)
+
+
+def _faster(observer: Observer, frozen: FrozenObserver, x: Tensor, graph: Graph) -> Graph | None:
+    """Return the graph if it takes less time than the model."""
+    ways: tuple[Callable[[], Any], ...] = (
+        lambda: observer.observe(Batch((x,))),
+        lambda: frozen.observe(Batch((x,))),
+    )
+    taken: list[list[float]] = [[], []]
+    for turn in range(_ROUNDS + 2):
+        for index, way in enumerate(ways):
+            begin = time.perf_counter()
+            way()
+            if turn >= 2:  # the first ones set things up
+                taken[index].append(time.perf_counter() - begin)
+    model, own = map(statistics.median, taken)
+    return graph if own < _FASTER * model else None
