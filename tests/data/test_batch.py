@@ -83,7 +83,7 @@ def test_empty_data_is_an_error(empty):
 
 @pytest.mark.parametrize("data", [3, None, torch.tensor(1.0)], ids=["int", "none", "scalar"])
 def test_data_of_another_kind_is_an_error(data):
-    with pytest.raises(InputError, match="Expected `id_data` to be a tensor, an array, a DataLoader"):
+    with pytest.raises(InputError, match="Expected `id_data` to be a tensor, an array, a DataFrame, a DataLoader"):
         list(to_batches(data, name="id_data"))
 
 
@@ -149,3 +149,35 @@ def test_a_sampler_of_some_rows_counts_these():
 def test_an_array_that_torch_does_not_have_is_told(array):
     with pytest.raises(InputError, match="Expected an array of numbers that torch has, but got one of dtype"):
         to_batch(array)
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_a_frame_gives_its_rows(package):
+    frame = pytest.importorskip(package).DataFrame({"a": [1.5, 2.5, 3.5], "b": [1, 2, 3], "c": [True, False, True]})
+    batches = list(to_batches(frame, batch_size=2))
+    expected = torch.tensor([[1.5, 1, 1], [2.5, 2, 0], [3.5, 3, 1]])
+    assert [len(batch) for batch in batches] == [2, 1]
+    torch.testing.assert_close(torch.cat([batch.first for batch in batches]), expected)
+    torch.testing.assert_close(to_batch((frame, [0, 1, 0])).first, expected)
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_a_frame_with_texts_names_the_column(package):
+    frame = pytest.importorskip(package).DataFrame({"a": [1.5], "town": ["Jena"]})
+    with pytest.raises(InputError, match="Expected a DataFrame of numbers, but column 'town' holds"):
+        to_batch(frame)
+
+
+def test_images_of_different_sizes_stay_a_list():
+    images = [torch.rand(3, 4 + i, 5) for i in range(5)]
+    batches = list(to_batches(images, batch_size=2))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert batches[0].args == (images[:2],)
+    targets = [{"boxes": torch.zeros(0, 4)}] * 5
+    assert to_batch((tuple(images), tuple(targets))).images == images  # as torchvision's examples collate
+    assert to_batch(images).to(torch.device("meta")).images[4].device.type == "meta"
+
+
+def test_a_pair_of_sequences_is_no_list_of_images():
+    x, y = torch.rand(8, 5, 2), torch.rand(8, 5, 1)
+    assert to_batch([x, y]).first is x

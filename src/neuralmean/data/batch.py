@@ -1,6 +1,6 @@
 """From whatever the caller has to batches that the model can be called with.
 
-Tensors, arrays, data loaders, datasets and iterables of batches all become a stream of `Batch`es. Nothing here knows
+Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches all become a stream of `Batch`es. Nothing here knows
 what a layer or a score is.
 """
 
@@ -19,7 +19,7 @@ from neuralmean.errors import InputError
 
 BATCH_SIZE = 64
 
-_WANTED = "a tensor, an array, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
+_WANTED = "a tensor, an array, a DataFrame, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Batch:
 
     @property
     def first(self) -> Tensor:
-        """The first tensor among the arguments: the input proper."""
-        for value in (*self.args, *self.kwargs.values()):
+        """The first tensor among the arguments: the input proper, or the first image of a list."""
+        for value in (*(self.images or self.args), *self.kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
                 return value
         raise InputError(f"Expected a batch that holds a tensor, but got {self.kwargs or self.args!r}.")
@@ -43,13 +43,20 @@ class Batch:
         mask = self.kwargs.get("attention_mask")
         return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
+    @property
+    def images(self) -> list[Tensor] | None:
+        """The images (C, H, W) of a model that takes a list of them, as detection models do; else None."""
+        return self.args[0] if self.args and isinstance(self.args[0], list) else None
+
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.first if self.images is None else self.images)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with what `change` makes of each of its tensors."""
 
         def changed(value: Any) -> Any:
+            if isinstance(value, list) and value and isinstance(value[0], Tensor):
+                return [change(item) for item in value]
             return change(value) if isinstance(value, Tensor) else value
 
         return Batch(tuple(map(changed, self.args)), {key: changed(value) for key, value in self.kwargs.items()})
@@ -82,8 +89,13 @@ def to_batch(value: Any) -> Batch:
     if isinstance(value, Mapping):
         inputs = {str(key): _to_tensor(item) if isinstance(item, np.ndarray) else item for key, item in value.items()}
         return Batch((), inputs)
-    if isinstance(value, (tuple, list)) and len(value) > 0 and isinstance(value[0], (Tensor, np.ndarray, Mapping)):
-        return to_batch(value[0])
+    if _is_frame(value):
+        return Batch((_frame_tensor(value),))
+    if isinstance(value, (tuple, list)) and len(value) > 0:
+        if _are_images(value):
+            return Batch((list(value),))
+        if isinstance(value[0], (Tensor, np.ndarray, Mapping)) or _is_frame(value[0]) or _are_images(value[0]):
+            return to_batch(value[0])
     raise InputError(f"Expected a batch to be x, (x, y) or a dict of inputs, but got {_describe(value)}.")
 
 
@@ -188,7 +200,7 @@ def _whole(data: Any) -> Batch | None:
     """Return data that comes in one piece as one batch: a tensor, an array, a dict of tensors or an (x, y) pair."""
     if isinstance(data, (Tensor, np.ndarray)):
         return to_batch(data) if data.ndim > 0 else None
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) or _is_frame(data) or _are_images(data):
         return to_batch(data)
     if isinstance(data, tuple) and len(data) == 2:
         x, y = data
@@ -199,7 +211,37 @@ def _whole(data: Any) -> Batch | None:
 
 def _rows(batch: Batch, rows: slice) -> Batch:
     size = len(batch)
+    if batch.images is not None:
+        return Batch((batch.images[rows],))
     return batch.each(lambda value: value[rows] if value.dim() > 0 and len(value) == size else value)
+
+
+def _are_images(value: Any) -> bool:
+    """Whether these are images (C, H, W) of different sizes, which no tensor can hold, and not an (x, y) pair."""
+    if not isinstance(value, (tuple, list)) or not all(isinstance(item, Tensor) and item.dim() == 3 for item in value):
+        return False
+    alike = len({(len(item), item.dtype) for item in value}) == 1 and value[0].is_floating_point()
+    return alike and len(value[0]) in (1, 3) and len({item.shape for item in value}) > 1
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether this is a DataFrame, of pandas or polars: neither is imported for that."""
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
+
+
+def _frame_tensor(frame: Any) -> Tensor:
+    """Return a table of numbers as float32, (N, columns)."""
+    names = list(frame.columns)
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"Expected a DataFrame whose columns have names of their own, but got {names}.")
+    columns = [frame[name].to_numpy() for name in names]
+    for name, column in zip(names, columns, strict=True):
+        if column.dtype.kind not in "biuf":
+            raise InputError(
+                f"Expected a DataFrame of numbers, but column {name!r} holds {frame[name].dtype}. "
+                "Encode or drop it, and fill in missing values, as for training."
+            )
+    return torch.from_numpy(np.column_stack(columns).astype(np.float32))
 
 
 def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:

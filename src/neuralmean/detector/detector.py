@@ -256,8 +256,8 @@ class Detector:
     ) -> Self:
         """Learn from in-distribution examples and, optionally, from out-of-distribution ones.
 
-        Data may be a tensor, an array, a DataLoader, a Dataset or an iterable of batches; a batch may be `x`, `(x, y)`
-        or a dict of keyword inputs. A fit that fails leaves the detector as it was.
+        Data may be a tensor, an array, a DataFrame, a DataLoader, a Dataset or an iterable of batches; a batch may be `x`,
+        `(x, y)` or a dict of keyword inputs. A fit that fails leaves the detector as it was.
 
         Args:
             id_data: In-distribution examples; the model's own training data is fine.
