@@ -15,7 +15,6 @@ from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
 from neuralmean.models.layers import Layer, select_layers
 from neuralmean.recording import Recorder
-from neuralmean.recording.graph.traced import trace
 from neuralmean.recording.observer import Observer
 
 MODES = ("eager", "channels-last", "compile")  # the last two with channels last

@@ -94,8 +94,8 @@ def fit(
 
             detector = distributed.fit(
                 resolved.model, id_data, ood, held_out=held_out, preprocessing=how, layers=layers or None,
-                statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, confidence=confidence, batch_size=batch_size,
-                address=address, workers=workers, on_unreadable=options.tell_unreadable,
+                statistic=statistic, scorer=scorer, false_alarm_rate=false_alarm_rate, confidence=confidence,
+                batch_size=batch_size, address=address, workers=workers, on_unreadable=options.tell_unreadable,
             )  # fmt: skip
         else:
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)

@@ -1,7 +1,7 @@
 """From whatever the caller has to batches that the model can be called with.
 
-Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches all become a stream of `Batch`es. Nothing here knows
-what a layer or a score is.
+Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches all become a stream of
+`Batch`es. Nothing here knows what a layer or a score is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from neuralmean.errors import InputError
 
 BATCH_SIZE = 64
 
-_WANTED = "a tensor, an array, a DataFrame, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
+_WANTED = (
+    "a tensor, an array, a DataFrame, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
+)
 
 
 @dataclass(frozen=True)

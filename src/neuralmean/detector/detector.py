@@ -397,7 +397,9 @@ class Detector:
         """
         self.check_weights()
         if isinstance(self.learnt.scorer, exits.CascadeScorer):
-            raise InputError("Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make.")
+            raise InputError(
+                "Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make."
+            )
         self._observer = FrozenObserver(self._observer, freeze(self._observer, to_batch(x), self.fingerprint))
         return self
 

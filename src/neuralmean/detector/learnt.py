@@ -145,7 +145,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
 def check_count(data: Any, is_held_out: bool, options: FitOptions) -> None:
     """Raise before any work if it is known that there are too few examples for the threshold asked for."""
     count = count_rows(data)
-    if count is not None:
+    if count:  # data without any example is told by whoever reads it
         kind = "held-out" if is_held_out else "in-distribution"
         check_enough(count, options.rate, options.confidence, kind=kind)
 

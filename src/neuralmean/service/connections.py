@@ -86,7 +86,7 @@ def bounded_by_files(bounds: Bounds) -> Bounds:
     return Bounds(**{**vars(bounds), "connections": connections, "per_client": min(bounds.per_client, connections)})
 
 
-class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]  # uvicorn may not be installed
+class GuardedProtocol(HttpToolsProtocol):
     """One connection, within bounds.
 
     Args:
@@ -104,7 +104,7 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]  # uvicorn may n
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Take the connection in, or say that there are too many."""
         super().connection_made(transport)
         self.address = _network(self.client)

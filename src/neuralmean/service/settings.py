@@ -102,7 +102,8 @@ class Settings:
             _check_seconds(name, getattr(self, name))
         if self.queue < self.max_batch:
             raise InputError(f"Expected `queue` to be at least `max_batch` ({self.max_batch}), but got {self.queue!r}.")
-        if isinstance(self.allow_hosts, str) or not all(isinstance(name, str) and name for name in self.allow_hosts):
+        names: object = self.allow_hosts
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
             raise InputError(f"Expected `allow_hosts` to be a list of names, but got {self.allow_hosts!r}.")
         if self.token is not None:
             check_token(self.token)

@@ -97,9 +97,7 @@ def _compile(program: ExportedProgram, package: Path) -> None:
         torch.export.save(program, source)
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")}
         command = [sys.executable, "-c", _CHILD, str(source), str(made), str(torch.get_num_threads())]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S)
         if done.returncode or not made.is_file():
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise InputError(f"torch's compiler failed ({lines[-1][:200].rstrip('.')})")
@@ -107,7 +105,7 @@ def _compile(program: ExportedProgram, package: Path) -> None:
 
 
 def _load(package: Path) -> Graph:
-    from torch._inductor.package import load_package
+    from torch._inductor.package.package import load_package
 
     loader: Any = load_package(str(package), num_runners=N_RUNNERS).loader
 
