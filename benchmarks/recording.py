@@ -13,8 +13,10 @@ from benchmarks import subjects
 from benchmarks.timing import in_a_row, interleave
 from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
+from neuralmean.models.fingerprint import fingerprint
 from neuralmean.models.layers import Layer, select_layers
 from neuralmean.recording import Recorder
+from neuralmean.recording.graph.frozen import FrozenObserver, freeze
 from neuralmean.recording.observer import Observer
 
 MODES = ("eager", "channels-last", "compile")  # the last two with channels last
@@ -49,7 +51,8 @@ def _measure(name: str, size: int, mode: str, seconds: float) -> dict[str, Any]:
     if mode != "compile":
         candidates["naive"] = lambda: _naive(model, layers, x)
     with suppress(InputError):  # a model that is no fixed graph
-        frozen = trace(Observer(model, layers, variance=False, head=None), x, fold=True)
+        observer = Observer(model, layers, variance=False, head=None)
+        frozen = FrozenObserver(observer, freeze(observer, Batch((x,)), fingerprint(model)))
         candidates["frozen"] = lambda: frozen.observe(Batch((x,)))[1].means
     with torch.no_grad():
         timings = interleave(candidates, baseline="plain", seconds=seconds, calls=in_a_row(size))
