@@ -523,7 +523,9 @@ class TestReferenceAndFit:
         with pytest.raises(InputError, match="Expected `sources` to hold at least one image"):
             distributed.reference(make_trained, None, tmp_path, preprocessing=SMALL, workers=0)
         with pytest.raises(InputError, match="Expected `id_data` to hold at least one image"):
-            distributed.fit(make_trained, tmp_path, preprocessing=SMALL, workers=0, scorer="average", false_alarm_rate=0.5)
+            distributed.fit(
+                make_trained, tmp_path, preprocessing=SMALL, workers=0, scorer="average", false_alarm_rate=0.5
+            )
 
     def test_a_spec_brings_its_own_model_and_preprocessing(self, folder):
         pytest.importorskip("timm")

@@ -115,7 +115,13 @@ def _config(app: FastAPI, bounds: Bounds) -> Any:
     from neuralmean.service.connections import Connections, GuardedProtocol, bounded_by_files
 
     protocol: Any = partial(GuardedProtocol, shared=Connections(bounded_by_files(bounds)))
-    options: dict[str, Any] = {"log_level": "error", "log_config": None, "access_log": False, "server_header": False, "backlog": 2048}
+    options: dict[str, Any] = {
+        "log_level": "error",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "backlog": 2048,
+    }
     return uvicorn.Config(app, http=protocol, ws="none", proxy_headers=False, **options)
 
 

@@ -50,7 +50,9 @@ def _export(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> E
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
-                program: ExportedProgram = torch.export.export(module, tuple(inputs), dynamic_shapes={"inputs": shapes}, strict=strict)
+                program: ExportedProgram = torch.export.export(
+                    module, tuple(inputs), dynamic_shapes={"inputs": shapes}, strict=strict
+                )
                 program = program.run_decompositions({})
         except Exception as error:  # noqa: BLE001 - torch has many kinds of them
             reason = reason or (str(error).strip().splitlines() or [type(error).__name__])[0]
