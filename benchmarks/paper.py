@@ -2,7 +2,7 @@
 
     python benchmarks/paper.py --data DIR --weights DIR --out docs/results.json --markdown docs/results.md --html results.html
 
-Stop it at any moment; the same command goes on. With `--methods quick --jobs 2` it took 54 minutes on two cores from an
+Stop it at any moment; the same command resumes. With `--methods quick --jobs 2` it took 54 minutes on two cores from an
 empty cache. From a full one it takes some minutes, most of them for `latency`, which times its fits and so runs them anew.
 """
 

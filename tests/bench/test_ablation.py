@@ -52,7 +52,7 @@ def rows(folders):
             raising=False,
         )
         where = {"data": folders / "data", "weights": folders / "weights", "out": folders / "rows.json"}
-        return experiments.run(["ablation"], limit=60, methods=["energy", "gen", "ours-id"], **where)
+        return experiments.run(["ablation"], limit=60, methods=["energy", "gen", "typicality"], **where)
 
 
 def settings(rows):
@@ -60,12 +60,12 @@ def settings(rows):
 
 
 def test_peers_and_parts_are_rows_of_one_experiment(rows):
-    expected = [("energy", None), ("gen", None), ("ours-id", None)]
-    expected += [("ours-id", f"{name} alone") for name in TERMS]
-    expected += [("ours-id", f"without {name}") for name in TERMS]
+    expected = [("energy", None), ("gen", None), ("typicality", None)]
+    expected += [("typicality", f"{name} alone") for name in TERMS]
+    expected += [("typicality", f"without {name}") for name in TERMS]
     layers = ["all layers", "first third of the layers", "middle third of the layers", "last third of the layers"]
-    expected += [("ours-id", f"far and angle, {name}") for name in layers]
-    expected += [("ours-id", "30 ID images")]
+    expected += [("typicality", f"far and angle, {name}") for name in layers]
+    expected += [("typicality", "30 ID images")]
     assert settings(rows) == expected
     assert len(rows) == 2 * len(expected)
 
@@ -73,7 +73,7 @@ def test_peers_and_parts_are_rows_of_one_experiment(rows):
 def test_the_energy_term_alone_is_the_energy(rows):
     for ood in ("svhn", "imagenet-crop"):
         own = {(row["method"], row.get("setting")): row for row in rows if row["ood"] == ood}
-        assert own["ours-id", "energy alone"]["auroc"] == pytest.approx(own["energy", None]["auroc"])
+        assert own["typicality", "energy alone"]["auroc"] == pytest.approx(own["energy", None]["auroc"])
 
 
 def test_fewer_images_are_drawn_several_times(rows):
@@ -91,7 +91,7 @@ def test_another_seed_shares_no_draw(folders, tmp_path, monkeypatch):
     (case,) = cases(["resnet20"], "cifar10", ["svhn"])
     for seed in (0, 1):
         inputs, results = Inputs(folders / "data", folders / "weights"), Results(tmp_path / "r.json")
-        bench = Workbench(inputs, results, tmp_path, limit=60, seed=seed, methods=["ours-id"])
+        bench = Workbench(inputs, results, tmp_path, limit=60, seed=seed, methods=["typicality"])
         experiments.get("ablation").run(bench, case)
     several = [draws for draws in seeds if len(draws) > 1]
     assert several == [[0, 1, 2], [3, 4, 5]]
@@ -108,7 +108,7 @@ def test_a_second_run_fits_nothing_with_its_rows_or_without(rows, folders, monke
     monkeypatch.setattr(experiments.get("ablation"), "cases", small, raising=False)
     where = {"data": folders / "data", "weights": folders / "weights", "out": folders / out}
     where["cache"] = folders / ".rows-cache"
-    assert experiments.run(["ablation"], limit=60, methods=["energy", "gen", "ours-id"], **where) == rows
+    assert experiments.run(["ablation"], limit=60, methods=["energy", "gen", "typicality"], **where) == rows
 
 
 def test_all_layers_and_all_terms_are_the_scorer_itself(folders, tmp_path):
@@ -118,7 +118,7 @@ def test_all_layers_and_all_terms_are_the_scorer_itself(folders, tmp_path):
     (draw,) = protocols.zero_shot(bench.fit_set("cifar10", "resnet20", apart_from=judged))
     whole, part = (
         run_trial(make, trained, draw, judged, bench.reader(trained))[0].scores
-        for make in (lambda: baselines.make("ours-id"), lambda: PartOfLayers(None))
+        for make in (lambda: baselines.make("typicality"), lambda: PartOfLayers(None))
     )
     assert part.shape == (len(whole), len(TERMS))
     np.testing.assert_allclose(part.sum(axis=1), whole, rtol=1e-5, atol=1e-5)
@@ -132,8 +132,8 @@ def test_thirds_of_the_layers_share_no_column_and_leave_none_out():
 def test_the_report_has_one_table_of_ours_and_peers_and_a_plot(rows):
     (section,) = report.build(rows)
     overview = section.tables[0]
-    assert overview.columns == ("method", "SVHN", "ImageNet-C", "mean")
-    assert [line[0] for line in overview.rows][:4] == ["Energy", "GEN", "Ours (ID only)", "Ours (ID only), far alone"]
+    assert overview.columns == ("method", "SVHN", "imagenet-crop", "mean")
+    assert [line[0] for line in overview.rows][:4] == ["Energy", "GEN", "Typicality", "Typicality, far alone"]
     (plot,) = section.plots
     assert plot.name == "ablation-resnet20-cifar10"
     assert "without energy" in plot.svg

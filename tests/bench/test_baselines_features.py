@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 
 import numpy as np
@@ -26,8 +27,23 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import InputError, MissingExtraError, NotFittedError
 
 WIDTH, CLASSES, INLIERS, EXAMPLES = 12, 4, 60, 9
-FITTED = ["knn", "vim", "react", "ash", "scale", "rmds", "fdbd", "nac", "dk"]
-WITH_HEAD = ["vim", "react", "ash", "scale", "fdbd", "nac"]
+FITTED = [
+    "knn",
+    "vim",
+    "react",
+    "ash",
+    "scale",
+    "rmds",
+    "mds++",
+    "rmds++",
+    "fdbd",
+    "nci",
+    "nnguide",
+    "she",
+    "nac",
+    "dk",
+]
+WITH_HEAD = ["vim", "react", "ash", "scale", "fdbd", "nci", "nnguide", "nac"]
 
 
 class Pixels(nn.Module):
@@ -201,7 +217,13 @@ def test_a_fit_costs_as_many_passes_as_it_says_it_uses_images(name, trained):
     (inliers, labels), (outliers, _) = make_features(1100, 0), make_features(1050, 5)
     outside = view_of(method, trained, outliers, meter=meter) if method.uses_outliers else None
     method.fit(Context(trained, view_of(method, trained, inliers, labels, meter), outside, seed=0))
-    expected = {"react": (1100, 1000), "ash": (1000, 1000), "scale": (1000, 1000), "nac": (1100, 1000)}
+    expected = {
+        "react": (1100, 1000),
+        "ash": (1000, 1000),
+        "scale": (1000, 1000),
+        "nac": (1100, 1000),
+        "nci": (1100, 1000),
+    }
     assert method.n_used(trained, 1100, 1050) == expected.get(name, (1100, 0))
     assert meter.cost(0.0, None).passes == sum(expected.get(name, (1100, 0)))
 
@@ -241,6 +263,111 @@ def test_gen_sums_over_the_hundred_likeliest_classes():
 def test_gen_tells_very_confident_images_apart():
     scores = generalised_entropy(torch.tensor([[60.0, 0.0], [80.0, 0.0]]))
     check(scores, [2 * math.exp(-6), 2 * math.exp(-8)], 1e-12)
+
+
+def _reference_mds_plus(inliers, labels, examples):
+    """Distance to the nearest class, and to the mean of all, of unit-length features, from the paper's text."""
+    from sklearn.covariance import LedoitWolf
+
+    def unit(rows):
+        return np.array([row / max(np.linalg.norm(row), 1e-12) for row in rows])
+
+    rows, points = unit(inliers), unit(examples)
+    classes = sorted(set(labels))
+    means = {k: rows[labels == k].mean(axis=0) for k in classes}
+    centre = rows.mean(axis=0)
+    few = len(rows) < 2 * len(classes)
+    residual = np.array([row - (centre if few else means[k]) for row, k in zip(rows, labels, strict=True)])
+    within, total = (
+        np.linalg.inv(LedoitWolf(assume_centered=True).fit(one).covariance_) for one in (residual, rows - centre)
+    )
+    nearest = [min((z - mean) @ within @ (z - mean) for mean in means.values()) for z in points]
+    whole = [(z - centre) @ total @ (z - centre) for z in points]
+    return nearest, whole
+
+
+@pytest.mark.parametrize("per_class", [15, 1], ids=["many", "one image per class"])
+def test_mds_plus_is_the_distance_of_unit_features_to_the_nearest_class(trained, examples, per_class):
+    inliers, labels = make_features(INLIERS, 0)
+    labels = torch.arange(INLIERS) % (INLIERS // per_class)
+    nearest, whole = _reference_mds_plus(*(one.double().numpy() for one in (inliers, labels, examples)))
+    check(scores_of("mds++", trained, (inliers, labels), examples), nearest)
+    check(scores_of("rmds++", trained, (inliers, labels), examples), np.subtract(nearest, whole).tolist())
+
+
+@pytest.mark.parametrize("name", ["mds++", "rmds"])
+def test_distances_to_classes_of_one_image_still_tell_images_apart(name, trained, examples):
+    inliers, _ = make_features(INLIERS, 0)
+    assert len(set(scores_of(name, trained, (inliers, torch.arange(INLIERS)), examples).tolist())) == EXAMPLES
+
+
+def test_nci_is_the_alignment_with_the_class_weights_and_the_length(trained, inliers, examples):
+    weight, mean = trained.model.fc.weight.tolist(), inliers[0].double().mean(dim=0).tolist()
+    expected = []
+    for row in examples.tolist():
+        logits = logits_of(trained, row)
+        own = weight[max(range(CLASSES), key=lambda k: logits[k])]
+        centred = [x - m for x, m in zip(row, mean, strict=True)]
+        alignment = sum(w * z for w, z in zip(own, centred, strict=True)) / math.hypot(*centred)
+        expected.append(-alignment - 0.001 * sum(map(abs, row)))
+    check(scores_of("nci", trained, inliers, examples), expected)
+
+
+def test_nci_chooses_the_weight_of_the_length_by_the_outliers(trained, inliers):
+    short = inliers[0] / 10  # the same directions: only the length tells them apart
+    assert fit("nci", trained, inliers, short).alpha > 0.001
+
+
+def test_nnguide_is_the_energy_guided_by_the_nearest_inliers(trained, inliers, examples):
+    bank = [(row, -energy(logits_of(trained, row))) for row in inliers[0].tolist()]
+    expected = []
+    for row in examples.tolist():
+        similar = [
+            weight * sum(a * b for a, b in zip(row, other, strict=True)) / math.hypot(*row) / math.hypot(*other)
+            for other, weight in bank
+        ]
+        guidance = sum(sorted(similar, reverse=True)[:10]) / 10
+        expected.append(-guidance * -energy(logits_of(trained, row)))
+    check(scores_of("nnguide", trained, inliers, examples), expected)
+
+
+def test_she_is_minus_the_product_with_the_mean_of_the_predicted_class(trained, inliers, examples):
+    feature, labels = inliers
+    predicted = [max(range(CLASSES), key=logits_of(trained, row).__getitem__) for row in feature.tolist()]
+    patterns = {}
+    for k in range(CLASSES):
+        own = [row for row, p, y in zip(feature.double(), predicted, labels.tolist(), strict=True) if p == y == k]
+        patterns[k] = torch.stack(own).mean(dim=0) if own else feature.double().mean(dim=0)
+    expected = []
+    for row in examples.double():
+        top = max(range(CLASSES), key=logits_of(trained, row.tolist()).__getitem__)
+        expected.append(-float(row @ patterns[top]))
+    check(scores_of("she", trained, inliers, examples), expected)
+
+
+def test_she_agrees_with_pytorch_ood_where_every_class_has_an_image_that_is_classified_rightly(
+    trained, inliers, examples
+):
+    feature = inliers[0]
+    labels = trained.model.fc(feature).argmax(dim=1)
+    if len(labels.unique()) < CLASSES:
+        pytest.skip("a class that is never predicted")
+    theirs = detector_class("SHE")(None, read_head(trained).as_module()).fit_features(feature, labels)
+    expected = theirs.predict_features(examples).double()
+    torch.testing.assert_close(scores_of("she", trained, (feature, labels), examples), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_vim_is_not_disturbed_by_channels_that_are_always_zero(trained, inliers, examples):
+    feature = inliers[0].clone()
+    feature[:, 3:6] = 0
+    shown = examples.clone()
+    shown[:, 3:6] = 0
+    doubled = scores_of("vim", trained, (feature, inliers[1]), shown)
+    assert doubled.isfinite().all()
+    shown[:, 3:6] = 5.0  # in a channel that no inlier used, only the logits move
+    moved = scores_of("vim", trained, (feature, inliers[1]), shown) - doubled
+    logits = [trained.model.fc(one).double().logsumexp(dim=1) for one in (shown, shown * (feature.amax(dim=0) > 0))]
+    torch.testing.assert_close(moved, (logits[1] - logits[0]).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_rmds_agrees_with_pytorch_ood(trained, inliers, examples):
@@ -372,7 +499,9 @@ class TestHead:
 class TestEveryFittedMethod:
     def test_scoring_before_fitting_is_an_error(self, name, trained, examples):
         method = baselines.make(name)
-        with pytest.raises(NotFittedError, match=rf"The method '{name}' is not fitted yet\. Call `fit` before `score`"):
+        with pytest.raises(
+            NotFittedError, match=rf"The method '{re.escape(name)}' is not fitted yet\. Call `fit` before `score`"
+        ):
             method.score(view_of(method, trained, examples))
 
     def test_cached_features_are_left_alone(self, name, trained, inliers, examples):
@@ -397,7 +526,7 @@ def test_methods_with_a_head_need_classes(name, trained):
     assert not baselines.make(name).suits(replace(trained, num_classes=0))
 
 
-@pytest.mark.parametrize("name", ["knn", "vim", "react", "ash", "scale", "fdbd"])
+@pytest.mark.parametrize("name", ["knn", "react", "ash", "scale", "fdbd", "nci", "nnguide"])
 def test_without_pytorch_ood_the_message_says_what_to_install(name, trained, inliers, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_ood.detector", None)
     with pytest.raises(MissingExtraError, match=r"needs the 'pytorch-ood' package.*`pip install neuralmean\[bench\]`"):

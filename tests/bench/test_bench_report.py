@@ -261,8 +261,8 @@ class TestNotMeasured:
             if cell.model in ("densenet100", "vgg19") and cell.ood in ("svhn", "textures") and cell.method == "ours-lr"
         ]
         assert gaps.not_measured("transfer", as_rows(there)) == (
-            "Not measured here, of the paper's Table 2: ResNet-34, ResNet-34 (self) and ViT; LSUN-C and ImageNet-C with VGG-19 "
-            "and DenseNet-100; Ours-MLP with VGG-19 and DenseNet-100."
+            "Not measured here, of the paper's Table 2: ResNet-34, ResNet-34 (self) and ViT; lsun-crop and imagenet-crop with "
+            "VGG-19 and DenseNet-100; Ours-MLP with VGG-19 and DenseNet-100."
         )
 
     def test_a_single_cell_is_named_and_so_are_id_sets_where_there_are_several(self):
@@ -290,7 +290,7 @@ class TestNotMeasured:
         assert gaps.not_measured("latency", rows) == "Not measured here, of the paper's Table 5: Gram and GOOD."
 
     def test_it_stands_under_the_experiment(self, markdown):
-        assert "Not measured here, of the paper's Table 6: iSUN, Texture, LSUN-C and ImageNet-C;" in markdown
+        assert "Not measured here, of the paper's Table 6: iSUN, Texture, lsun-crop and imagenet-crop;" in markdown
 
     def test_an_experiment_without_printed_cells_says_nothing(self):
         assert gaps.not_measured("layers", []) == ""

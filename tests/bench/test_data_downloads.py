@@ -124,7 +124,7 @@ class TestFetch:
     def test_refuses_another_range_than_asked_for(self, server, tmp_path):
         server.shift = 1
         (tmp_path / "a.part").write_bytes(CONTENT[:10])
-        with pytest.raises(ArtefactError, match="another range than asked for: bytes 11-"):
+        with pytest.raises(ArtefactError, match="another range than requested: bytes 11-"):
             data.fetch(server.url("set.bin"), tmp_path / "a", md5=MD5)
 
     def test_names_what_the_server_said(self, server, tmp_path):

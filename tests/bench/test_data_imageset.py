@@ -69,11 +69,11 @@ class TestLimit:
 
 @pytest.mark.parametrize(
     "images",
-    [np.zeros((2, 28, 28, 3), np.uint8), np.zeros((2, 32, 32, 3)), np.zeros((0, 32, 32, 3), np.uint8)],
-    ids=str,
+    [np.zeros((2, 32, 32, 1), np.uint8), np.zeros((2, 32, 32, 3)), np.zeros((0, 32, 32, 3), np.uint8)],
+    ids=["grey", "floats", "empty"],
 )
 def test_other_images_are_refused(images):
-    with pytest.raises(InputError, match=r"Expected 'x' to be uint8 images of shape \(N, 32, 32, 3\)"):
+    with pytest.raises(InputError, match=r"Expected 'x' to be uint8 images of shape \(N, H, W, 3\)"):
         ImageSet.of(images, None, name="x", split="test")
 
 

@@ -96,7 +96,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, monkeypatch, function
     monkeypatch.chdir(tmp_path)
     command = "open('ran', 'w')" if function is eval else "echo ran > ran"
     path = _write(tmp_path / "data_batch_1", {"data": _Call(function, command), "labels": []}, protocol)
-    with pytest.raises(ArtefactError, match=f"to hold nothing but arrays, but it asks for ({named})"):
+    with pytest.raises(ArtefactError, match=f"to hold nothing but arrays, but it refers to ({named})"):
         read_batch(path)
     assert not (tmp_path / "ran").exists()
 
@@ -107,27 +107,27 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, monkeypatch, function
 def test_other_names_are_refused(tmp_path, dotted):
     path = tmp_path / "batch"
     path.write_bytes(dotted)
-    with pytest.raises(ArtefactError, match="to hold nothing but arrays, but it asks for"):
+    with pytest.raises(ArtefactError, match="to hold nothing but arrays, but it refers to"):
         read_batch(path)
 
 
 def test_arrays_of_objects_are_refused(tmp_path):
     path = _write(tmp_path / "batch", {"data": np.array([{}, []], dtype=object), "labels": [0, 1]})
-    with pytest.raises(ArtefactError, match="but it asks for an array of type 'O8'"):
+    with pytest.raises(ArtefactError, match="but it refers to an array of type 'O8'"):
         read_batch(path)
 
 
 def test_references_to_elsewhere_are_refused(tmp_path):
     path = tmp_path / "batch"
     path.write_bytes(b"Pelsewhere\n.")
-    with pytest.raises(ArtefactError, match="but it asks for a persistent object 'elsewhere'"):
+    with pytest.raises(ArtefactError, match="but it refers to a persistent object 'elsewhere'"):
         read_batch(path)
 
 
 def test_other_encodings_are_refused(tmp_path):
     path = tmp_path / "batch"
     path.write_bytes(b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.")
-    with pytest.raises(ArtefactError, match="but it asks for the encoding 'rot13'"):
+    with pytest.raises(ArtefactError, match="but it refers to the encoding 'rot13'"):
         read_batch(path)
 
 

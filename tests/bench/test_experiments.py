@@ -28,7 +28,16 @@ from neuralmean.errors import InputError, NeuralMeanWarning
 
 SETS = {"cifar10-train": 60, "cifar10-test": 60, "svhn-train": 60, "svhn-test": 60, "imagenet-crop": 150}
 NEAR = {"cifar100-train": 60, "cifar100-test": 60}
-ON_RESNET20 = ["transfer", "latency", "layers", "variance", "batch-size", "untrained", "ablation"]
+ON_RESNET20 = [
+    "transfer",
+    "latency",
+    "layers",
+    "variance",
+    "batch-size",
+    "untrained",
+    "ablation",
+    "readings",
+]
 
 
 def write_sets(folder, sets):
@@ -330,7 +339,7 @@ def test_a_heavy_method_gets_fewer_draws_and_images_and_is_left_out_on_a_slow_mo
 def test_what_the_remark_on_all_methods_says_about_full_access_is_so():
     learns = {name for name in experiments.get("methods").methods if baselines.make(name).uses_outliers}
     full = experiments.get("full-access")
-    assert learns - set(full.methods) == {"react", "ash", "scale", "nac"}
+    assert learns - set(full.methods) == {"react", "ash", "scale", "nci", "nac"}
     tuned = {name for name in learns & set(full.methods) if full.leaves_out(baselines.make(name), "densenet100")}
     assert tuned == {"oe", "energy-ft", "good"}
     assert all(baselines.make(name).title.split(" ")[0] in REMARKS["methods"] for name in learns)
@@ -362,6 +371,10 @@ class TestAvailable:
             "untrained",
             "methods",
             "ablation",
+            "imagenet",
+            "sample-size",
+            "false-alarms",
+            "readings",
         ]
 
 
@@ -375,7 +388,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("which", ["data", "weights"])
     def test_a_missing_folder_is_named(self, folders, tmp_path, which):
-        with pytest.raises(InputError, match=rf"Expected the {which} folder '.*nowhere' to be there, but it is not"):
+        with pytest.raises(InputError, match=rf"Expected the {which} folder '.*nowhere' to exist, but it does not"):
             experiments.run(["transfer"], **self.where(folders, tmp_path, **{which: tmp_path / "nowhere"}))
 
     def test_an_experiment_asked_for_by_name_without_its_weights_is_an_error(self, folders, tmp_path):
@@ -439,7 +452,7 @@ def test_mini_batches_share_no_image_while_there_are_enough():
 class TestPaper:
     def test_a_cell_of_each_table_is_as_printed(self):
         def cell(experiment, model, inside, outside, method):
-            return paper.beside(
+            return paper.printed_for(
                 {"experiment": experiment, "model": model, "id": inside, "ood": outside, "method": method}
             )
 
@@ -454,10 +467,10 @@ class TestPaper:
 
     def test_a_smaller_residual_network_stands_in_for_resnet34_only(self):
         row = {"experiment": "zero-shot", "model": "resnet56", "id": "cifar10", "ood": "svhn", "method": "ours-mlp"}
-        assert paper.beside(row) is None
-        assert paper.stand_in(row).auroc == 99.6
-        assert paper.stand_in({**row, "model": "densenet100"}) is None
-        assert paper.stand_in({**row, "model": "resnet34"}) is None
+        assert paper.printed_for(row) is None
+        assert paper.printed_for_resnet34(row).auroc == 99.6
+        assert paper.printed_for_resnet34({**row, "model": "densenet100"}) is None
+        assert paper.printed_for_resnet34({**row, "model": "resnet34"}) is None
 
     def test_times_are_as_printed(self):
         assert paper.timing("ours-mlp").latency_ms == 7.54

@@ -3,11 +3,13 @@
 import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
@@ -160,10 +162,18 @@ class TestPreprocess:
         with pytest.raises(InputError, match=re.escape(f"but got {images.dtype} {images.shape}")):
             models.preprocess(images, mean=MEAN, std=STD)
 
-    def test_refuses_other_sizes_than_the_models(self):
+    def test_images_of_other_sizes_are_resized_to_the_models(self):
         trained = models.untrained("resnet20", mean=MEAN, std=STD)
-        with pytest.raises(InputError, match="Expected images of 32 x 32 for 'resnet20', but got 28 x 28"):
-            trained.preprocess(np.zeros((1, 28, 28, 3), np.uint8))
+        small = np.random.default_rng(0).integers(0, 256, (2, 28, 28, 3), np.uint8)
+        enlarged = np.stack(
+            [np.asarray(Image.fromarray(one).resize((32, 32), Image.Resampling.BILINEAR)) for one in small]
+        )
+        assert torch.equal(trained.preprocess(small), models.preprocess(enlarged, mean=MEAN, std=STD))
+
+    def test_images_of_the_models_size_are_not_cropped_again(self):
+        trained = replace(models.untrained("resnet20", mean=MEAN, std=STD), crop_fraction=0.5)
+        images = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), np.uint8)
+        assert torch.equal(trained.preprocess(images), models.preprocess(images, mean=MEAN, std=STD))
 
 
 class TestLoading:

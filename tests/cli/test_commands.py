@@ -114,7 +114,7 @@ class TestFit:
         code, _, err = nmd("fit", "toynet:Net", *FIT, "--id", "train", "--ood", "odd.npz", "--held-out", "val",
                            "--scorer", "logistic", "--out", "m.nmd", "-q")  # fmt: skip
         assert code == 0, err
-        assert open_saved("m.nmd").detector.fitted["n_ood"] == 40
+        assert open_saved("m.nmd", trust_local_code=True).detector.fitted["n_ood"] == 40
 
     def test_images_must_be_prepared_somehow(self, world, nmd):
         code, _, err = nmd("fit", "toynet:Net", "--id", "train", "--out", "m.nmd")
@@ -124,7 +124,7 @@ class TestFit:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--mean", "a,b"), "Expected --mean to be numbers with commas between, but got 'a,b'"),
+            (("--mean", "a,b"), "Expected --mean to be comma-separated numbers, but got 'a,b'"),
             (("--size", "0"), "Expected --size to be N or HxW in pixels, but got '0'"),
             (("--engine", "spark"), "Expected --engine to be local or ray, but got 'spark'"),
             (("--scorer", "magic"), "Expected `scorer` to be one of"),
@@ -142,7 +142,7 @@ class TestScore:
         code, out, err = nmd("score", "m.nmd", "new")
         lines = out.splitlines()
         assert code == 0
-        assert lines[0].split() == ["verdict", "p-value", "score", "path"]
+        assert lines[0].split() == ["verdict", "kind", "p-value", "score", "path"]
         assert len(lines) == 11
         assert lines[-1].startswith("OOD")
         assert "10 scored" in err
@@ -154,7 +154,7 @@ class TestScore:
         for name in ("x.csv", "x.jsonl", "x.parquet"):
             assert nmd("score", "m.nmd", "new", "--out", name)[0] == 0
         records = csv.DictReader((world / "x.csv").read_text().splitlines())
-        table = [(r["path"], float(r["score"]), float(r["p_value"]), r["is_ood"] == "true") for r in records]
+        table = [(r["path"], float(r["score"]), float(r["p_value"]), r["is_ood"] == "true", r["kind"]) for r in records]
         lines = [tuple(json.loads(line).values()) for line in (world / "x.jsonl").read_text().splitlines()]
         frame = [tuple(row.values()) for row in parquet.read_table("x.parquet").to_pylist()]
         assert table == lines == frame
@@ -178,7 +178,7 @@ class TestScore:
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
     def test_a_full_disk_behind_stdout_is_one_sentence(self, saved):
         with Path("/dev/full").open("w") as full:
-            command = [sys.executable, "-m", "neuralmean", "score", "m.nmd", "new", "--quiet"]
+            command = [sys.executable, "-m", "neuralmean", "score", "m.nmd", "new", "--quiet", "--trust-local-code"]
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.strip().splitlines()[-1].startswith("Error: expected to write the answer, but No space left")
@@ -233,9 +233,9 @@ class TestScore:
 
     def test_a_killed_run_leaves_no_half_file_and_goes_on(self, saved, nmd, world):
         save_pictures(world / "many", pictures(3000, 11))
-        args = ["score", "m.nmd", "many", "--out", "x.csv", "--batch-size", "20"]
+        args = ["score", "m.nmd", "many", "--out", "x.csv", "--batch-size", "20", "--trust-local-code"]
         command = [sys.executable, "-c", "from neuralmean.cli import main; main()", *args]
-        environment = {**os.environ, "PYTHONPATH": str(world), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(world), *sys.path]), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         partial = world / "x.csv.partial"
         while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 5):
@@ -267,6 +267,13 @@ class TestExplain:
         assert "energy" in out
         assert "add up to the score" in out
         assert "█ raises the score, ░ lowers it" in out
+
+    def test_a_map_of_the_image_is_written(self, saved, nmd, world):
+        assert nmd("explain", "m.nmd", "new/odd/0000.png", "--out", "map.png")[0] == 0
+        assert (world / "map.png").read_bytes().startswith(b"\x89PNG")
+        code, _, err = nmd("explain", "m.nmd", "new/odd/0000.png", "--out", "map.jpg")
+        assert code == 2
+        assert "Expected --out to end in .png, but got 'map.jpg'" in err
 
     def test_a_folder_is_no_image(self, saved, nmd):
         code, _, err = nmd("explain", "m.nmd", "new")
@@ -322,5 +329,5 @@ def test_names_of_sets_are_read():
     assert named_paths(["a=x/y", "photos/cats"]) == {"a": "x/y", "cats": "photos/cats"}
     with pytest.raises(InputError, match="Expected NAME=DIR, but got '=x'"):
         named_paths(["=x"])
-    with pytest.raises(InputError, match="but 'a' comes twice"):
+    with pytest.raises(InputError, match="but 'a' occurs twice"):
         named_paths(["a=x", "a=y"])

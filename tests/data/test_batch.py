@@ -181,3 +181,45 @@ def test_images_of_different_sizes_stay_a_list():
 def test_a_pair_of_sequences_is_no_list_of_images():
     x, y = torch.rand(8, 5, 2), torch.rand(8, 5, 1)
     assert to_batch([x, y]).first is x
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "but got a sparse one. Convert it with `to_dense"),
+        (lambda: torch.eye(4).to_sparse_csr(), "but got a sparse one. Convert it with `to_dense"),
+        (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]), "but got a nested one. Pad it"),
+    ],
+    ids=["coo", "csr", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_tensors_that_are_not_dense_are_told(tensor, sentence):
+    for value in (tensor(), {"x": tensor()}):
+        with pytest.raises(InputError, match=sentence):
+            to_batch(value)
+
+
+def test_a_tensor_without_values_is_told():
+    with pytest.raises(InputError, match="on the meta device, which has none"):
+        to_batch(torch.rand(2, 3, device="meta")).to(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", [2.5, "8", True, None, 0])
+def test_a_batch_size_is_a_whole_number(size):
+    with pytest.raises(InputError, match="Expected `batch_size` to be a whole number of at least 1"):
+        list(to_batches(torch.rand(4, 2), batch_size=size))
+
+
+def test_one_input_without_a_batch_dimension_is_told():
+    with pytest.raises(InputError, match=r"For one input, add a batch dimension: `x\[None\]`"):
+        check_input(to_batch(torch.rand(8)), "x")
+    with pytest.raises(InputError, match="Are these labels"):
+        check_input(to_batch(torch.ones(8, dtype=torch.int64)), "x")
+
+
+def test_images_of_one_size_in_a_list_are_images():
+    pair = [torch.rand(3, 32, 32), torch.rand(3, 32, 32)]
+    assert to_batch(pair).images == pair
+    assert to_batch([pair[0]] * 3).images is not None
+    assert to_batch(tuple(pair)).images is None  # x and y
+    assert to_batch([torch.rand(3, 8, 8), torch.rand(3, 8, 8)]).images is None

@@ -328,7 +328,7 @@ class TestCall:
         assert torch.equal(decision.is_ood, decision.p_value <= 0.05)
         assert len(decision) == 20
         assert [bool(one.is_ood) for one in decision] == decision.is_ood.tolist()
-        assert repr(decision[-1]).startswith("Decision(OOD: score ")
+        assert repr(decision[-1]).startswith("Decision(OOD, both: score ")
         assert "of 20 OOD" in repr(decision)
 
     def test_eight_threads_give_the_serial_answers(self, model, images):
@@ -805,7 +805,7 @@ def test_a_batch_needs_a_scorer_that_can_score_one(model, images):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_batch_size_below_one_is_told(model, images, size):
-    with pytest.raises(InputError, match=f"Expected `batch_size` to be at least 1, but got {size}"):
+    with pytest.raises(InputError, match=f"Expected `batch_size` to be a whole number of at least 1, but got {size}"):
         Detector(model, scorer="average").score(images, batch_size=size)
 
 

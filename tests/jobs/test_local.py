@@ -155,8 +155,8 @@ def test_a_folder_cannot_be_the_output_and_that_is_said_before_any_work(saved, a
 
 
 def test_a_name_that_is_no_text_is_written_out():
-    rows = [ScoreRow("\udcff.png", 0.5, 1.0, True)]
-    assert list(format_rows("csv", rows, header=False)) == [r"\udcff.png,0.5,1.0,true"]
+    rows = [ScoreRow("\udcff.png", 0.5, 1.0, True, "content")]
+    assert list(format_rows("csv", rows, header=False)) == [r"\udcff.png,0.5,1.0,true,content"]
     assert next(format_rows("table", rows, header=False)).endswith(r"  \udcff.png")
     assert json.loads(next(format_rows("json", rows)))["path"] == "\udcff.png"
 
@@ -164,10 +164,13 @@ def test_a_name_that_is_no_text_is_written_out():
 @pytest.mark.parametrize("name", ["a\nb.png", "a\rb.png", 'a"b.png', " a.png", "a\r\n"])
 def test_a_name_with_a_line_end_stays_one_row_of_csv(name):
     text = "".join(
-        f"{line}\n" for line in format_rows("csv", [ScoreRow(name, 0.5, 1.0, True), ScoreRow("c", 0.5, 1.0, False)])
+        f"{line}\n"
+        for line in format_rows(
+            "csv", [ScoreRow(name, 0.5, 1.0, True, "both"), ScoreRow("c", 0.5, 1.0, False, "typical")]
+        )
     )
     _, first, second = csv.reader(io.StringIO(text, newline=""))
-    assert first == [name, "0.5", "1.0", "true"]
+    assert first == [name, "0.5", "1.0", "true", "both"]
     assert second[0] == "c"
 
 
@@ -175,7 +178,7 @@ def test_a_name_with_a_line_end_stays_one_row_of_csv(name):
 def test_parquet_is_written_in_parts(tmp_path, monkeypatch, count):
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("neuralmean.jobs.rows._ROWS_AT_ONCE", 10)
-    rows = [ScoreRow(f"{i}\udcff", i / 3, 0.5, i % 2 == 0) for i in range(count)]
+    rows = [ScoreRow(f"{i}\udcff", i / 3, 0.5, i % 2 == 0, "typical") for i in range(count)]
     write_rows(tmp_path / "x.parquet", "parquet", iter(rows))
     read = parquet.read_table(tmp_path / "x.parquet")
     assert read.column_names == list(ScoreRow._fields)

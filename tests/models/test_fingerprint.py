@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from neuralmean.errors import ModelMismatchError
-from neuralmean.models.fingerprint import WeightsGuard, fingerprint
+from neuralmean import Detector
+from neuralmean.errors import InputError, ModelMismatchError
+from neuralmean.models.fingerprint import WeightsGuard, fingerprint, settings_digest
 
 
 def test_the_same_weights_have_the_same_fingerprint(model):
@@ -100,3 +101,113 @@ def test_a_buffer_that_is_one_number_of_many_is_looked_at_too():
     before = fingerprint(model)
     numbers[0, 1, 2] = 7
     assert fingerprint(model) != before
+
+
+def _fused_step(kind):
+    def step(model):
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        model(torch.rand(4, 3, 8, 8)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def _write_by_numpy(model):
+    model.conv1.weight.detach().numpy()[...] = 7
+
+
+def _write_to_bfloat16(model):
+    model.fc.weight.detach().view(torch.int32).numpy()[...] = 7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _fused_step(torch.optim.Adam),
+        _fused_step(torch.optim.SGD),
+        _write_by_numpy,
+        _write_to_bfloat16,
+        lambda m: m.conv1.weight.data.mul_(2),
+        lambda m: m.bn2.running_mean.numpy().fill(3),
+    ],
+    ids=["fused_adam", "fused_sgd", "numpy", "viewed", "data", "numpy_buffer"],
+)
+def test_a_write_that_torch_does_not_count_is_noticed_on_the_cpu(model, change):
+    watch = WeightsGuard(model)
+    watch.check()
+    change(model)
+    with pytest.raises(ModelMismatchError, match="the model's weights have changed since"):
+        watch.check()
+
+
+class _Louder(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.bn1, "eps", 1.0),
+        lambda m: setattr(m.conv1, "stride", (2, 2)),
+        lambda m: setattr(m.conv1, "padding_mode", "circular"),
+        lambda m: setattr(m, "relu", nn.GELU()),
+        lambda m: setattr(m.conv1, "forward", lambda x: x),
+        lambda m: setattr(m, "forward", lambda x: x),
+        lambda m: setattr(m.conv1, "__class__", _Louder),
+    ],
+    ids=["eps", "stride", "padding_mode", "module", "forward", "own_forward", "class"],
+)
+def test_other_settings_and_other_code_are_noticed(model, change):
+    watch = WeightsGuard(model)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ModelMismatchError, match="a layer, its settings or its `forward` have changed since"):
+            watch.check()
+
+
+def test_what_a_module_remembers_of_a_pass_is_no_change(model):
+    watch = WeightsGuard(model)
+    model.seen = torch.ones(3)
+    model.bn1.momentum = 0.5
+    watch.check()
+    model.train()
+    watch.check()
+
+
+def test_settings_do_not_depend_on_names_of_classes_or_wrappers(model):
+    own = type("Renamed", (type(model),), {})
+    renamed = copy.deepcopy(model)
+    renamed.__class__ = own
+    assert settings_digest(model) == settings_digest(renamed) == settings_digest(nn.DataParallel(model))
+    assert settings_digest(model) == settings_digest(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)))
+
+
+def test_a_saved_detector_is_not_loaded_for_a_model_with_other_settings(model, images, tmp_path):
+    Detector(model, scorer="average").calibrate(images).save(tmp_path / "a.nmd")
+    model.conv2.stride = (2, 2)
+    with pytest.raises(ModelMismatchError, match="its layers have other settings, such as strides"):
+        Detector.load(tmp_path / "a.nmd", model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_model_without_values_or_with_packed_ones_is_told(model):
+    with pytest.raises(InputError, match="is on the meta device"):
+        Detector(model.to("meta"))
+    packed = nn.Sequential(nn.BatchNorm2d(3))
+    packed.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
+    with pytest.raises(InputError, match="'packed' is quantised"):
+        Detector(packed)
+    sparse = nn.Sequential(nn.BatchNorm2d(3))
+    sparse.register_buffer("many", torch.eye(2).to_sparse())
+    with pytest.raises(InputError, match="'many' is sparse or nested"):
+        Detector(sparse)
+
+
+def test_bfloat16_and_strided_weights_have_probes():
+    model = nn.Linear(64, 3).to(torch.bfloat16)
+    model.weight = nn.Parameter(model.weight.detach().t())
+    watch = WeightsGuard(model)
+    model.weight.detach().view(torch.int16).numpy()[...] = 5
+    with pytest.raises(ModelMismatchError):
+        watch.check()

@@ -115,3 +115,12 @@ def test_a_norm_over_image_channels_is_read_as_an_image():
     model = nn.Sequential(LayerNorm2d(4), nn.LayerNorm((5, 8, 8)), nn.GroupNorm(2, 6))
     assert select_layers(model) == (Layer("0", "norm", 4), Layer("1", "norm", 5), Layer("2", "norm", 6))
     assert not select_layers(model)[0].channels_last
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(2, 3, 8, 8))])
+def test_a_scripted_model_is_told_and_a_scripted_part_is_not_watched(model, convert):
+    with pytest.raises(InputError, match="but got one that was scripted or traced"):
+        select_layers(convert(model))
+    whole = nn.Sequential(nn.BatchNorm2d(3), convert(model))
+    assert [layer.name for layer in select_layers(whole)] == ["0"]

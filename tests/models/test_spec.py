@@ -186,8 +186,29 @@ class TestOwnCode:
 
 class TestSpecsFromAFile:
     @pytest.mark.parametrize("name", ["Net", "build"])
-    def test_the_users_own_class_or_function_is_built(self, user_code, name):
-        assert type(resolve(f"user_models:{name}", trusted=False).model).__name__ == "Net"
+    def test_the_users_own_class_or_function_is_built_if_the_user_says_so(self, user_code, name):
+        found = resolve(f"user_models:{name}", trusted=False, local_code=True)
+        assert type(found.model).__name__ == "Net"
+
+    @pytest.mark.parametrize("spec", ["user_models:Net", "user_models:build", "user_trap:Net", "user_trap.inner:Net"])
+    def test_nothing_of_the_working_folder_is_imported(self, user_code, spec):
+        sys.modules.pop("user_models", None)
+        (user_code / "user_trap.py").write_text("raise SystemExit('it was run')")
+        with pytest.raises(InputError, match="to name a model of an installed package, .* pass --trust-local-code"):
+            resolve(spec, trusted=False)
+        assert "user_models" not in sys.modules
+
+    def test_a_file_with_the_name_of_an_installed_package_does_not_take_its_place(self, user_code, monkeypatch):
+        """In the working folder it would come first in `python -m neuralmean`."""
+        (user_code / "xdist.py").write_text("raise SystemExit('it was run')")
+        for name in [name for name in sys.modules if name == "xdist" or name.startswith("xdist.")]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(str(user_code))
+        monkeypatch.syspath_prepend("")
+        before = sys.path[:]
+        with pytest.raises(InputError, match="Expected the file to name a class derived from `nn.Module`"):
+            resolve("xdist:is_xdist_worker", trusted=False)
+        assert sys.path == before
 
     def test_a_module_class_of_an_installed_package_is_built(self):
         assert isinstance(resolve("torch.nn:Identity", trusted=False).model, nn.Identity)
@@ -216,21 +237,16 @@ class TestSpecsFromAFile:
         with pytest.raises(InputError, match="Expected the file to name a model, but it names"):
             resolve(spec, trusted=False)
 
-    @pytest.mark.parametrize(
-        "spec",
-        [
-            "user_models:imported_function",
-            "user_models:os",
-            "user_models:partial",
-            "user_models:plain_class",
-            "user_models:built",
-            "torch.hub:list",
-            "torch:manual_seed",
-        ],
-    )
-    def test_what_is_not_the_users_own_function_is_refused(self, user_code, spec):
+    @pytest.mark.parametrize("name", ["imported_function", "os", "partial", "plain_class", "built"])
+    def test_what_is_not_the_users_own_function_is_refused(self, user_code, name):
         with pytest.raises(InputError, match="class or a function of your own modules, but it names"):
-            resolve(spec, trusted=False)
+            resolve(f"user_models:{name}", trusted=False, local_code=True)
+
+    @pytest.mark.parametrize("spec", ["torch.hub:list", "torch:manual_seed", "numpy:ndarray"])
+    @pytest.mark.parametrize("local_code", [False, True])
+    def test_functions_of_installed_packages_are_refused(self, spec, local_code):
+        with pytest.raises(InputError, match="Expected the file to name a"):
+            resolve(spec, trusted=False, local_code=local_code)
 
     def test_known_models_are_built(self, timm, torchvision):
         for spec in ("timm:resnet18", "torchvision:resnet18", "bench:resnet20"):
@@ -337,7 +353,7 @@ class TestPreprocessing:
     )
     def test_half_of_it_is_refused(self, user_code, given):
         with pytest.raises(
-            InputError, match="Expected mean and std of the model's images, but got only one of them or a size"
+            InputError, match="Expected mean and std of the model's images, but got no (mean|std|mean and std)"
         ):
             resolve("user_models:Net", **given)
 

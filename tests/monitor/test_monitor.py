@@ -2,12 +2,14 @@
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_an_empty_monitor_knows_that_it_knows_nothing(detector):
     assert (status.n_seen, status.window_ood_rate, status.discrepancy, status.layers) == (0, None, None, ())
     assert repr(monitor) == "Monitor(0 items, 0 OOD, no drift)"
     assert (status.drift, status.drift_at, status.drift_by, status.log10_evidence) == (False, None, None, 0.0)
-    assert status.log10_needed == pytest.approx(2.30103)  # half of 1 %: 200 to 1
+    assert status.log10_needed == pytest.approx(math.log10(100 / 0.75))  # three quarters of 1 %
 
 
 def test_the_alarm_goes_off_soon_after_the_turn_and_stays_on_until_reset(detector):
@@ -220,7 +222,7 @@ def test_layers_do_not_move_on_streams_like_the_held_out_data(detector):
 
 def test_a_young_stream_without_held_out_vectors_is_compared_with_the_training_data(detector, strange):
     detector.adopt(replace(detector.learnt, profile=None))
-    monitor = Monitor(detector)
+    monitor = Monitor(detector, every=1)
     monitor.update(vectors=detector.discrepancy(strange[:40]))
     assert monitor.status().compared_with == "the training data"
     assert monitor.status().layers[0].moved
@@ -299,9 +301,9 @@ def test_files_that_are_no_state_are_refused(detector, tmp_path):
     Monitor(detector).save(tmp_path / "state")
     good = Artefact.read(tmp_path / "state")
     header = {key: value for key, value in json.loads(json.dumps(good.header)).items() if key != "digest"}
-    header["ranks"][0]["capacity"] = 3
+    header["items"]["ranks"]["capacity"] = 3
     Artefact(header, good.tensors).write(tmp_path / "bad")
-    with pytest.raises(ArtefactError, match="to be the state of a monitor, but the ranks do not fit together"):
+    with pytest.raises(ArtefactError, match="to be the state of a monitor, but the ranks have another capacity"):
         Monitor.load(tmp_path / "bad", detector)
 
 
@@ -366,3 +368,113 @@ def test_the_monitor_needs_no_extra():
         "import neuralmean.monitor.monitor"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- correlated streams, repeats, accepted drift, details of an alarm
+
+
+def _correlated(n, seed, rho):
+    noise = np.random.default_rng(seed).normal(size=n)
+    values = [noise[0]]
+    for step in noise[1:]:
+        values.append(rho * values[-1] + (1 - rho**2) ** 0.5 * step)
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("rho", [0.5, 0.9, 0.99])
+def test_streams_whose_neighbours_resemble_each_other_raise_no_alarm(detector, rho):
+    for seed in range(4):
+        monitor = Monitor(_with_normal_scores(detector, seed=seed), seed=seed)
+        assert not monitor.update(_decision(detector, _correlated(3000, 100 + seed, rho)))
+
+
+def test_a_change_of_a_correlated_stream_is_noticed_although_later(detector):
+    monitor = Monitor(_with_normal_scores(detector))
+    assert not monitor.update(_decision(detector, _correlated(2000, 5, 0.9)))
+    assert monitor.update(_decision(detector, _correlated(3000, 6, 0.9) + 3))
+    assert monitor.status().every >= 4
+    assert monitor.alarm.since[0] <= 2001 + 64
+
+
+def test_the_user_may_say_that_items_are_independent_or_how_far_apart_they_are(detector):
+    scores = _correlated(3000, 7, 0.99)
+    assert Monitor(_with_normal_scores(detector), every=1).update(_decision(detector, scores))
+    assert not Monitor(detector, every=300).update(_decision(detector, scores))
+    assert Monitor(detector, every=300).status().every == 1024
+    with pytest.raises(InputError, match="Expected `every` to be None or a number from 1 to 1024, but got 0"):
+        Monitor(detector, every=0)
+
+
+@pytest.mark.parametrize("with_vectors", [False, True], ids=["scores", "vectors"])
+def test_a_frozen_camera_is_an_alarm_of_its_own_within_twenty_repeats(detector, with_vectors):
+    for seed in range(12):
+        monitor = Monitor(_with_normal_scores(detector, seed=seed))
+        scores, vectors = _normal(500, 50 + seed), torch.randn(500, 10)
+        assert not monitor.update(_decision(detector, scores), vectors=vectors if with_vectors else None)
+        for _ in range(20):
+            # The last digits of the same input differ from batch to batch.
+            one = scores[-1:] * (1 + 1e-7)
+            monitor.update(_decision(detector, one), vectors=vectors[-1:] if with_vectors else None)
+        assert monitor.alarm.test == monitor.alarm.kind == "repeats"
+        assert monitor.alarm.item <= 520
+        assert monitor.alarm.since[0] <= 501
+        assert monitor.alarm.since[1] >= 500
+        assert "camera that froze" in monitor.alarm.sentence
+
+
+def test_equal_scores_of_different_inputs_are_no_repeats(detector):
+    monitor = Monitor(_with_normal_scores(detector))
+    monitor.update(_decision(detector, _normal(200, 1)), vectors=torch.randn(200, 10))
+    monitor.update(_decision(detector, torch.full((30,), 0.1)), vectors=torch.randn(30, 10))
+    assert monitor.alarm is None or monitor.alarm.test != "repeats"
+
+
+def test_an_alarm_says_since_when_of_what_kind_and_shows_examples(detector):
+    right = 0
+    for seed in range(20):
+        monitor = Monitor(_with_normal_scores(detector, seed=seed), seed=seed)
+        scores = torch.cat([_normal(700, 300 + seed), _normal(100, 400 + seed, shift=2.0)])
+        assert monitor.update(_decision(detector, scores))
+        alarm = monitor.alarm
+        right += alarm.since[0] <= 701 <= alarm.since[1]
+        assert alarm.since[0] <= alarm.since[1] <= alarm.item
+        assert alarm.n_since == alarm.item - alarm.since[1] + 1
+        assert alarm.examples[0] == alarm.since[1] + int(scores[alarm.since[1] - 1 : alarm.item].argmax())
+        assert alarm.kind == "most inputs"
+    assert right >= 14  # of 20; 90 % are promised if the change were one of those that are bet on
+    scores = torch.cat([_normal(1000, 1), _normal(1500, 2)])
+    scores[1000::20] += 6
+    monitor = Monitor(_with_normal_scores(detector, n=2000))
+    monitor.update(_decision(detector, scores))
+    assert monitor.alarm.kind == "some inputs"
+
+
+def test_what_is_accepted_becomes_normal_and_the_old_reference_comes_back(detector, tmp_path):
+    monitor = Monitor(_with_normal_scores(detector))
+    monitor.update(_decision(detector, _normal(300, 1)))
+    assert monitor.update(_decision(detector, _normal(30, 2, shift=1.5)))
+    with pytest.raises(InputError, match="Expected at least 100 items to accept as normal, but got"):
+        monitor.accept()
+    monitor.update(_decision(detector, _normal(400, 3, shift=1.5)))
+    monitor.accept()
+    assert not monitor.drift
+    assert "accepted items" in monitor.status().reference
+    assert "accepted as normal" in monitor.guarantee
+    assert not monitor.update(_decision(detector, _normal(500, 4, shift=1.5)))
+    monitor.save(tmp_path / "state")
+    again = Monitor.load(tmp_path / "state", detector)
+    assert again.status() == monitor.status()
+    assert again.update(_decision(detector, _normal(60, 5, shift=4.0)))
+    monitor.revert()
+    assert monitor.status().reference == "held-out data"
+    assert monitor.update(_decision(detector, _normal(100, 6, shift=1.5)))
+
+
+def test_mild_drift_is_followed_and_severe_drift_is_an_alarm(detector):
+    monitor = Monitor(_with_normal_scores(detector), follow=0.3)
+    monitor.update(_decision(detector, _normal(500, 1)))
+    assert not monitor.update(_decision(detector, _normal(800, 2, shift=0.6)))
+    assert monitor.status().n_followed >= 1
+    assert monitor.update(_decision(detector, _normal(100, 3, shift=4.0)))
+    with pytest.raises(InputError, match="Expected `follow` to be a number in the"):
+        Monitor(detector, follow=2)

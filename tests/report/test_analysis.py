@@ -126,3 +126,14 @@ def test_importance_is_the_mean_magnitude_of_a_layer_s_weights():
 
 def test_only_logistic_scorers_have_an_importance(detector):
     assert weight_by_layer(detector) is None
+
+
+def test_one_absurd_score_does_not_flatten_the_histogram():
+    from neuralmean.report.analysis import histogram
+
+    usual = np.random.default_rng(0).normal(0, 1, 500)
+    inside = np.append(usual, 1e6)
+    found = histogram([inside, usual + 4], threshold=2.0)
+    assert found.edges[-1] < 30
+    assert int((found.shares[0] > 0).sum()) > 10
+    assert found.above[0] == pytest.approx(1 / 501)

@@ -60,7 +60,7 @@ def test_a_detector_fitted_without_held_out_images_has_a_report(images, tmp_path
         detector = Detector(make_trained()).fit(images[:200])
     assert detector.calibration_source == "rotated"
     path = write_report(detector, images[200:260], {"noise": images[:50] + 3}, tmp_path / "r.html")
-    assert "scores of ID images, slightly turned" in path.read_text()
+    assert "scores of ID images, slightly rotated" in path.read_text()
 
 
 def test_crafted_images_are_called_so():
@@ -136,3 +136,21 @@ def test_small_sets_and_unreadable_files_are_told(detector):
 )  # fmt: skip
 def test_images_of_the_fit_are_known_by_where_they_are(used, shown, shared):
     assert describe._share_images({Path(used)}, {Path(shown)}) is shared
+
+
+def test_the_sentence_on_batches_says_what_the_curve_shows():
+    from types import SimpleNamespace
+
+    from neuralmean.report.describe import batches_sentence
+
+    sets = [
+        SimpleNamespace(name="up", by_batch={1: (80.0, None), 32: (99.0, None)}),
+        SimpleNamespace(name="down", by_batch={1: (60.0, None), 8: (55.5, None)}),
+        SimpleNamespace(name="level", by_batch={1: (100.0, None), 32: (100.0, None)}),
+        SimpleNamespace(name="few", by_batch={1: (70.0, None)}),
+    ]
+    text = batches_sentence(sets)
+    assert "up rises from 80.0 to 99.0 % with 32" in text
+    assert "down falls from 60.0 to 55.5 % with 8" in text
+    assert "level stays at 100.0 %" in text
+    assert "few has too few images" in text

@@ -101,7 +101,7 @@ def test_inputs_that_are_no_images_have_no_picture(detector):
     from neuralmean.report.gather import _Ends
 
     ends = _Ends()
-    ends.add(torch.zeros(2), torch.ones(2), [None, None], torch.zeros(2, 5), None)
+    ends.add(torch.zeros(2), torch.ones(2), ["typical"] * 2, [None, None], torch.zeros(2, 5), None)
     assert ends.most()[0].image is None
 
 

@@ -16,7 +16,7 @@ HOW = Preprocessing((8, 8), (0.2, 0.4, 0.6), (0.5, 0.25, 0.1))
 
 
 def picture(*, name=None, image=None):
-    return Pictured(row=0, name=name, score=1.0, p_value=0.5, image=image, parts=None)
+    return Pictured(row=0, name=name, score=1.0, p_value=0.5, kind="typical", image=image, parts=None)
 
 
 def decode(uri):

@@ -32,7 +32,7 @@ def saved(detector, tmp_path):
 
 
 def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
-    served = load_served(saved)
+    served = load_served(saved, trust_local_code=True)
     assert (served.name, served.preprocessing) == ("toy", PREPROCESSING)
     torch.testing.assert_close(served.detector.score(images[:3]), detector.score(images[:3]))
     assert load_served(saved, name="other", model=SPEC).name == "other"

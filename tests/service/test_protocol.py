@@ -115,7 +115,10 @@ REFUSED = {
     "outputs": (_request() | {"outputs": {}}, "Expected `outputs` to be a list of objects, but got an object"),
     "output": (_request() | {"outputs": [{"name": "x"}]}, "Expected the outputs to be among .* but got 'x'"),
     "twice": (_request() | {"outputs": [{"name": "score"}] * 2}, "Expected every output to be asked for once"),
-    "size": (_request(parameters={"binary_data_size": 3}), "Expected 16 bytes of binary data .* says 3 and brings 0"),
+    "size": (
+        _request(parameters={"binary_data_size": 3}),
+        "Expected 3 bytes of binary data, as the request says, but it brings 0",
+    ),
 }
 
 

@@ -1,11 +1,13 @@
 """Online ranks and evidence: exact numbers, and the promises over whole streams by simulation."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from neuralmean.stats.sequential import MIRRORED, POWERS, STEPS, Evidence, OnlineRanks, log_densities
+from neuralmean.stats.betting import BETS, WEIGHTS, log_bin_probabilities, log_densities
+from neuralmean.stats.sequential import Evidence, FixedBins, OnlineRanks
 
 
 def _reference_counts(history, score):
@@ -15,12 +17,12 @@ def _reference_counts(history, score):
 
 def _reference_capital(p_values):
     """The capital from its definition: a double sum over betting densities and starting times."""
-    reserve = [1 / (1 + math.log(1 + t)) for t in range(len(p_values) + 1)]
+    reserve = [(1 + math.log(1 + t)) ** -0.5 for t in range(len(p_values) + 1)]
     densities = np.exp(log_densities(np.array(p_values)))  # (N, K)
     total = reserve[-1]
     for start in range(1, len(p_values) + 1):
         weight = reserve[start - 1] - reserve[start]
-        total += weight * densities[start - 1 :].prod(axis=0).mean()
+        total += weight * densities[start - 1 :].prod(axis=0) @ WEIGHTS
     return total
 
 
@@ -86,10 +88,12 @@ def test_a_state_that_does_not_fit_together_is_refused():
         OnlineRanks.restore({**arrays, "ties": arrays["ties"][:1]}, values)
     with pytest.raises(ValueError, match="the ranked scores are not in order"):
         OnlineRanks.restore({**arrays, "scores": arrays["scores"][::-1]}, values)
-    evidence = Evidence()
-    evidence.update([0.5])
+    evidence = Evidence(WEIGHTS)
+    evidence.update(log_densities(np.array([0.5])))
     with pytest.raises(ValueError, match="the evidence is not that of this version"):
-        Evidence.restore({**evidence.state(), "log_bets": [0.0]})
+        Evidence.restore({**evidence.state(), "log_bets": [0.0]}, WEIGHTS)
+    with pytest.raises(ValueError, match="the evidence is out of range"):
+        Evidence.restore({**evidence.state(), "n": -1}, WEIGHTS)
 
 
 def test_every_betting_density_integrates_to_one():
@@ -98,40 +102,78 @@ def test_every_betting_density_integrates_to_one():
     small, jacobian = u**8, 8 * u**7
     left = (np.exp(log_densities(small)) * jacobian[:, None]).mean(axis=0)
     right = (np.exp(log_densities(1 - small)) * jacobian[:, None]).mean(axis=0)
-    n_powers, n_mirrored = len(POWERS), len(MIRRORED)
-    assert len(left) == n_powers + n_mirrored + len(STEPS)
-    assert left[:n_powers] == pytest.approx(1, abs=2e-2)
-    assert right[n_powers : n_powers + n_mirrored] == pytest.approx(1, abs=2e-2)
-    assert left[n_powers + n_mirrored :] == pytest.approx(1, abs=1e-3)
+    mirrored = np.array([bet.mirrored for bet in BETS])
+    assert left[~mirrored] == pytest.approx(1, abs=2e-2)
+    assert right[mirrored] == pytest.approx(1, abs=2e-2)
+    assert WEIGHTS.sum() == pytest.approx(1)
+
+
+def test_bin_probabilities_are_the_integrals_of_the_densities():
+    edges = np.array([1.0, 0.8, 0.5, 0.2, 0.1])
+    steps = [np.linspace(low, high, 20001) for high, low in itertools.pairwise(edges)]
+    middles = [(points[1:] + points[:-1]) / 2 for points in steps]
+    expected = [np.exp(log_densities(m)).mean(axis=0) * (p[-1] - p[0]) for m, p in zip(middles, steps, strict=True)]
+    plain = [not bet.mirrored for bet in BETS]  # the mirrored ones are singular at 1
+    assert np.exp(log_bin_probabilities(edges))[:, plain] == pytest.approx(np.array(expected)[:, plain], rel=1e-4)
+    assert np.exp(log_bin_probabilities(np.array([1.0, 0.3, 0.0]))).sum(axis=0) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])
+def test_bins_hold_the_next_score_as_often_as_they_say(ties):
+    # The sum of 1 / probability over what happened, less the number of bins, is 0 on average, at every step.
+    random, sums = np.random.default_rng(0), []
+    for _ in range(2000):
+        scores = random.normal(size=40 + 6)
+        scores = scores.round() if ties else scores
+        ranks = OnlineRanks(scores[:40], seed=int(random.integers(2**31)))
+        bins = FixedBins(*ranks.ordered())
+        found, log_null = bins.add(scores[40:], ranks.rank(scores[40:])[1])
+        sums.append(np.exp(-log_null))
+        assert bins.counts.sum() == 6
+    sums = np.array(sums) / len(bins.counts)
+    assert np.abs(sums.mean(axis=0) - 1).max() < 4 * sums.std() / 2000**0.5
+    assert len(found) == 6
+
+
+def test_a_fixed_reference_gains_where_a_growing_one_is_contaminated():
+    # All strange inputs look alike: each makes the next less strange to a growing reference.
+    scores = np.concatenate([np.random.default_rng(0).normal(size=300), 9 + np.linspace(0, 1, 40)[::-1]])
+    ranks = OnlineRanks(scores[:300])
+    bins = FixedBins(*ranks.ordered())
+    p_values, ties = ranks.rank(scores[300:])
+    found, log_null = bins.add(scores[300:], ties)
+    growing = log_densities(p_values)[:, 0].sum()
+    fixed = (log_bin_probabilities(bins.p_edges)[found, 1] - log_null).sum()
+    assert fixed > growing > 0
 
 
 def test_the_capital_is_that_of_its_definition():
     p_values = np.random.default_rng(0).uniform(size=25).tolist() + [0.001] * 5
-    evidence = Evidence()
-    log_values = evidence.update(p_values)
+    evidence = Evidence(WEIGHTS)
+    log_values = evidence.update(log_densities(np.array(p_values)))
     assert log_values[-1] == pytest.approx(math.log(_reference_capital(p_values)), rel=1e-9)
     assert evidence.log_value == pytest.approx(log_values[-1], rel=1e-12)
     assert evidence.log_peak == max(0.0, *log_values)
 
 
 def test_no_item_is_no_evidence():
-    evidence = Evidence()
+    evidence = Evidence(WEIGHTS)
     assert evidence.log_value == 0.0
-    assert evidence.update([]).tolist() == []
-    assert Evidence.restore(evidence.state()).log_value == 0.0
+    assert evidence.update(np.empty((0, len(WEIGHTS)))).tolist() == []
+    assert Evidence.restore(evidence.state(), WEIGHTS).log_value == 0.0
 
 
 def test_evidence_does_not_depend_on_batching_and_goes_on_after_a_restart():
     p_values = np.random.default_rng(1).uniform(size=40)
-    whole = Evidence().update(p_values)
-    evidence = Evidence()
-    first = evidence.update(p_values[:17])
-    evidence = Evidence.restore(evidence.state())
-    assert np.concatenate([first, evidence.update(p_values[17:])]).tolist() == whole.tolist()
+    whole = Evidence(WEIGHTS).update(log_densities(np.array(p_values)))
+    evidence = Evidence(WEIGHTS)
+    first = evidence.update(log_densities(p_values[:17]))
+    evidence = Evidence.restore(evidence.state(), WEIGHTS)
+    assert np.concatenate([first, evidence.update(log_densities(p_values[17:]))]).tolist() == whole.tolist()
 
 
 def test_evidence_of_a_long_shifted_stream_does_not_overflow():
-    assert np.isfinite(Evidence().update(np.full(5000, 1e-15))).all()
+    assert np.isfinite(Evidence(WEIGHTS).update(log_densities(np.full(5000, 1e-15)))).all()
 
 
 @pytest.mark.parametrize("n_held_out", [200, 2000])
@@ -141,8 +183,9 @@ def test_false_alarms_over_a_long_stream_stay_below_what_is_promised(n_held_out)
     alarms = 0
     for repeat in range(100):
         scores = random.standard_t(4, size=n_held_out + 3000)
-        evidence = Evidence()
-        evidence.update(OnlineRanks(scores[:n_held_out], seed=repeat).p_values(scores[n_held_out:]))
+        evidence = Evidence(WEIGHTS)
+        p_values = OnlineRanks(scores[:n_held_out], seed=repeat).p_values(scores[n_held_out:])
+        evidence.update(log_densities(p_values))
         alarms += evidence.log_peak >= math.log(1 / 0.2)
     assert alarms <= 32
 
@@ -152,9 +195,9 @@ def test_p_values_against_the_held_out_scores_alone_would_break_the_promise():
     random = np.random.default_rng(0)
     alarms = 0
     for _ in range(20):
-        held_out, stream = np.sort(random.normal(size=200)), random.normal(size=8000)
-        p_values = (len(held_out) - np.searchsorted(held_out, stream) + random.uniform(size=8000)) / 201
-        evidence = Evidence()
-        evidence.update(p_values)
+        held_out, stream = np.sort(random.normal(size=50)), random.normal(size=8000)
+        p_values = (len(held_out) - np.searchsorted(held_out, stream) + random.uniform(size=8000)) / 51
+        evidence = Evidence(WEIGHTS)
+        evidence.update(log_densities(np.array(p_values)))
         alarms += evidence.log_peak >= math.log(1 / 0.01)
     assert alarms >= 3

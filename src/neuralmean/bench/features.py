@@ -1,9 +1,9 @@
 """Channel statistics, logits and features of image sets, computed once and kept on disk.
 
 An entry belongs to everything that its numbers depend on: the weights, the preprocessing, the images, the layers. It is
-written part by part, each with a digest, so that one mechanism serves three needs: a killed run goes on where it stopped,
+written part by part, each with a digest, so that one mechanism serves three needs: a killed run resumes where it stopped,
 a damaged file is noticed and only its damaged parts are computed again, and nobody reads a part that is not whole. Runs
-at once share the parts among them by locks that the system releases when a process dies. Knows nothing of methods.
+at once share the parts among them by locks that the system releases when a process dies. Independent of methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.bench.data.imageset import SIZE, ImageSet
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.data.batch import Batch
@@ -47,7 +47,7 @@ class Features:
     Attributes:
         layers: The watched layers, in the order of the columns.
         means: Channel means, shape (N, D), float32.
-        variances: Channel variances, shape (N, D), where they were asked for.
+        variances: Channel variances, shape (N, D), where they were requested.
         logits: Shape (N, K), where the model has a class head.
         feature: Input of that head, shape (N, F).
         seconds: How long the forward passes took, whenever they ran.
@@ -74,7 +74,7 @@ def compute(trained: TrainedModel, images: ImageSet, *, variance: bool = False) 
 
 
 class Store:
-    """A folder of features, each computed when it is first asked for.
+    """A folder of features, each computed on first use.
 
     Args:
         root: The folder; made when needed. Anything in it can be deleted at any time between runs.
@@ -169,7 +169,7 @@ class _Entry:
                     if mine and self._still_missing(part):
                         yield part
                         break
-            else:  # all of them are in the hands of others: wait for one, and look again
+            else:  # other processes compute all of them: wait for one, then check again
                 with locked(self._claim(missing[0])):
                     self._still_missing(missing[0])
 
@@ -241,7 +241,7 @@ class _Entry:
 
     def open(self, layers: tuple[Layer, ...]) -> Features:
         """Map the arrays into memory; all parts must be there."""
-        # Copy on write: torch wants memory that it may write to, and nothing written reaches the file.
+        # Copy on write: torch requires writable memory, and nothing written reaches the file.
         maps = {name: torch.from_numpy(np.load(self._path(name), mmap_mode="c")) for name in self.widths}
         seconds = sum(part["seconds"] for part in self.parts if part is not None)
         return Features(
@@ -305,10 +305,18 @@ def _key(trained: TrainedModel, images: ImageSet, layers: Sequence[Layer], varia
         "weights": fingerprint(trained.model),
         "mean": list(trained.mean),
         "std": list(trained.std),
+        **_resizing(trained),
         "images": images.digest,
         "layers": [[layer.name, layer.kind, layer.channels] for layer in layers],
         "variance": variance,
     }
+
+
+def _resizing(trained: TrainedModel) -> dict[str, Any]:
+    """What of the key belongs to models that resize their images; nothing for the paper's, whose sets have their size."""
+    if trained.size == SIZE:
+        return {}
+    return {"size": trained.size, "interpolation": trained.interpolation, "crop_fraction": trained.crop_fraction}
 
 
 def _name(key: dict[str, Any]) -> str:

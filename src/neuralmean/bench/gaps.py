@@ -13,13 +13,15 @@ from neuralmean.bench.results import Row
 def not_measured(experiment: str, rows: Sequence[Row]) -> str:
     """Name the cells of the paper that an experiment has no row for; nothing where it has one for each.
 
-    A cell for ResNet-34 that a smaller residual network stands in for counts as measured.
+    A cell for ResNet-34 that has a figure of a smaller residual network counts as measured.
 
     Args:
         experiment: Its name.
         rows: Its rows.
     """
-    there = {cell for row in rows for cell in (paper.beside(row), paper.stand_in(row)) if cell is not None}
+    there = {
+        cell for row in rows for cell in (paper.printed_for(row), paper.printed_for_resnet34(row)) if cell is not None
+    }
     cells = [cell for cell in paper.PRINTED if cell.experiment == experiment]
     sentences = []
     for where in dict.fromkeys(cell.where for cell in cells):

@@ -16,8 +16,11 @@ from neuralmean.bench import titles
 from neuralmean.bench.results import Row
 from neuralmean.errors import MissingExtraError
 
-GREEN, RED, BLUE, PINK = "#21901f", "#e02020", "#5b7fc7", "#d6549c"
-MOST_BARS = 10  # side by side for an OOD set; with more methods their means are easier to read
+GREEN, RED, BLUE, PINK = "#1b7f3b", "#c62828", "#0b5fa5", "#9c4f96"  # the colours of the HTML report
+PEERS = ("#cfd6df", "#b3bdc9", "#98a4b3", "#7f8c9c", "#667485")  # greys: the eye goes to what is ours
+OURS = ("#7cc0f5", "#3a8fd0", "#0b5fa5", "#08406f")
+TEXT, AXIS, GRID = "#181b20", "#9aa3af", "#e8ebef"
+MOST_BARS = 10  # for one OOD set; with more methods their means are easier to read
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Plot:
 
 def draw(experiment: str, rows: Sequence[Row]) -> list[Plot]:
     """Return the plots of one experiment, given its rows."""
-    if experiment == "variance":
+    if experiment in ("variance", "false-alarms", "readings", "sample-size"):
         return []
     crowded = len({row["method"] for row in rows}) > MOST_BARS
     found: list[Plot] = []
@@ -80,12 +83,14 @@ def _bars(name: str, title: str, rows: Sequence[Row]) -> Plot:
     cells = {(row["method"], row["ood"]): row for row in own}
     figure, axes = _figure(width=max(6.0, 1.2 * len(oods) * max(1, len(methods) / 5)), height=3.2)
     width = 0.8 / max(1, len(methods))
+    colours = _colours(methods)
     for place, method in enumerate(methods):
         there = [(x, cells[method, ood]) for x, ood in enumerate(oods) if (method, ood) in cells]
         axes.bar(
             [x + (place - (len(methods) - 1) / 2) * width for x, _ in there],
             [row["auroc"] for _, row in there],
             width,
+            color=colours[method],
             yerr=[row.get("auroc_std", 0.0) for _, row in there],
             label=titles.of_method(method),
             error_kw={"linewidth": 0.8},
@@ -99,6 +104,19 @@ def _bars(name: str, title: str, rows: Sequence[Row]) -> Plot:
     return Plot(name, f"Bars of AUROC by method and OOD set, {title}", _svg(figure))
 
 
+def _colours(methods: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each method: shades of blue for ours, of grey for peers."""
+    found: dict[str, str] = {}
+    for ours, shades in ((True, OURS), (False, PEERS)):
+        own = [method for method in methods if _is_ours(method) == ours]
+        found.update({method: shades[place % len(shades)] for place, method in enumerate(own)})
+    return found
+
+
+def _is_ours(method: str) -> bool:
+    return method.startswith("ours") or method == "typicality"
+
+
 def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:
     """Mean AUROC over the OOD sets: peers, ours, and where they were measured parts of ours, one bar each."""
     found: dict[str, list[float]] = {}
@@ -108,10 +126,10 @@ def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:
             setting = row.get("setting")
             label = setting or titles.of_method(row["method"])
             found.setdefault(label, []).append(row["auroc"])
-            ours[label] = str(row["method"]).startswith("ours")
+            ours[label] = _is_ours(row["method"])
     means = {label: sum(values) / len(values) for label, values in found.items()}
     figure, axes = _figure(width=7.0, height=1.0 + 0.22 * len(means))
-    axes.barh(range(len(means)), list(means.values()), color=[RED if ours[label] else BLUE for label in means])
+    axes.barh(range(len(means)), list(means.values()), color=[BLUE if ours[label] else PEERS[1] for label in means])
     for place, value in enumerate(means.values()):
         axes.annotate(
             f"{value:.1f}", (value, place), fontsize=7, va="center", xytext=(3, 0), textcoords="offset points"
@@ -174,7 +192,7 @@ def _latency(rows: Sequence[Row], which: str) -> Plot:
     panels = (("fit_seconds", "time to fit, s"), ("ratio", "one image, times the plain forward pass"))
     for panel, (key, label) in zip(axes, panels, strict=True):
         for row in rows:
-            ours = str(row["method"]).startswith("ours")
+            ours = _is_ours(row["method"])
             panel.scatter([max(row[key], 0.1)], [row["auroc"]], color=RED if ours else BLUE, s=18)
         if key == "fit_seconds" or max(row[key] for row in rows) > 5:
             panel.set_xscale("log")
@@ -188,7 +206,7 @@ def _latency(rows: Sequence[Row], which: str) -> Plot:
 
 
 def _label(panel: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write a name beside each point, right or left of it, higher or lower, where nothing else is."""
+    """Label each point to its right or left, higher or lower, where there is room."""
     panel.margins(x=0.2, y=0.1)
     panel.figure.draw_without_rendering()  # what is where is known from now on
     scale = 72 / panel.figure.dpi  # everything below in points
@@ -226,14 +244,21 @@ def _figure(*, width: float, height: float, columns: int = 1, lines: int = 1, sq
         ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(figure)  # no global state, no display
-    return figure, figure.subplots(lines, columns, squeeze=squeeze)
+    axes = figure.subplots(lines, columns, squeeze=squeeze)
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["bottom", "left"]].set_color(AXIS)
+        panel.tick_params(colors=TEXT, color=AXIS)
+        panel.grid(axis="y", color=GRID, linewidth=0.8)
+        panel.set_axisbelow(True)
+    return figure, axes
 
 
 def _svg(figure: Any) -> str:
     import matplotlib as mpl
 
     text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "neuralmean", "svg.fonttype": "none"}):
+    with mpl.rc_context({"svg.hashsalt": "neuralmean", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     whole = text.getvalue()
     return whole[whole.index("<svg") :]

@@ -1,7 +1,7 @@
 """Who may learn from what: the paper's four protocols, and the wall between images to fit on and images to judge by.
 
 A method's `fit` takes `FitSet`s only, and a `FitSet` cannot be made of test images: a set whose split is `"test"` is
-refused, and images that also occur in a test set (CIFAR has a few) are left out. Knows nothing of models or scores.
+refused, and images that also occur in a test set (CIFAR has a few) are left out. Independent of models and scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuralmean.bench.data.imageset import ImageSet
 from neuralmean.data.augmentation import permute_blocks
 from neuralmean.errors import InputError
 
-Protocol = Literal["full-access", "few-shot", "zero-shot", "transfer"]
+Protocol = Literal["full-access", "few-shot", "zero-shot", "transfer", "id-only"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 SHOTS = 25  # of each kind, the paper's few-shot protocol
@@ -85,9 +85,9 @@ class FitSet:
         chosen = np.random.default_rng(seed).permutation(len(self))[:count]
         return FitSet(self.source, self.rows[np.sort(chosen)])
 
-    def crafted(self, *, seed: int = 0) -> FitSet:
-        """Return the same images with their 16 blocks permuted: the paper's stand-in for OOD examples."""
-        return FitSet(_craft(self.source, seed), self.rows)
+    def crafted(self, *, seed: int = 0, blocks: int = 4) -> FitSet:
+        """Return the same images with their `blocks` x `blocks` tiles permuted: the paper's substitute for OOD examples."""
+        return FitSet(_craft(self.source, seed, blocks), self.rows)
 
     def digest(self) -> str:
         """Digest of the images in use."""
@@ -123,7 +123,7 @@ class Draw:
 
     protocol: Protocol
     inliers: FitSet
-    outliers: FitSet
+    outliers: FitSet | None
     seed: int
 
 
@@ -170,6 +170,11 @@ def zero_shot(inliers: FitSet, *, seed: int = 0) -> list[Draw]:
     return [Draw("zero-shot", inliers, inliers.crafted(seed=seed), seed)]
 
 
+def id_only(inliers: FitSet, *, seed: int = 0) -> list[Draw]:
+    """No OOD image is there, not even a crafted one; methods that tune on some use their authors' usual values."""
+    return [Draw("id-only", inliers, None, seed)]
+
+
 def transfer(inliers: FitSet, outliers: FitSet, *, tested_on: Sequence[str], seed: int = 0) -> list[Draw]:
     """Images of one OOD set are there; the sets `tested_on` are others."""
     if outliers.name in tested_on:
@@ -180,9 +185,9 @@ def transfer(inliers: FitSet, outliers: FitSet, *, tested_on: Sequence[str], see
     return [Draw("transfer", inliers, outliers, seed)]
 
 
-def _craft(images: ImageSet, seed: int) -> ImageSet:
+def _craft(images: ImageSet, seed: int, blocks: int) -> ImageSet:
     pixels = torch.from_numpy(images.images).permute(0, 3, 1, 2)
-    shuffled = permute_blocks(pixels, seed=seed).permute(0, 2, 3, 1).contiguous().numpy()
+    shuffled = permute_blocks(pixels, blocks=blocks, seed=seed).permute(0, 2, 3, 1).contiguous().numpy()
     return ImageSet.of(shuffled, images.labels, name=f"{images.name}-crafted", split=images.split)
 
 

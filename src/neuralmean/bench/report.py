@@ -1,6 +1,6 @@
-"""From a results file to a page that people read: every experiment's figures beside the paper's, with the difference.
+"""From a results file to a page that people read: every experiment's figures next to the paper's, with the difference.
 
-Writes HTML (one file, plots inside) and Markdown (plots in a folder beside it). Reads rows only; measures nothing.
+Writes HTML (one file, plots inside) and Markdown (plots in a folder next to it). Reads rows only; measures nothing.
 """
 
 from __future__ import annotations
@@ -12,30 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from neuralmean.bench import experiments, gaps, plots, titles
-from neuralmean.bench.experiments import paper
 from neuralmean.bench.experiments.remarks import REMARKS
 from neuralmean.bench.results import Row, read_rows
+from neuralmean.bench.tables import DAGGER, Table, make_tables
 from neuralmean.errors import InputError
 from neuralmean.files.atomic import write_atomically
 
-DAGGER = "†"
-NOTHING, MINUS = "\u2013", "\u2212"
 _LEGEND = (
     "AUROC, TNR95 (share of OOD rejected when 95 % of ID is kept) and detection accuracy in percent; higher is better. "
     "Brackets hold 95 % bootstrap intervals; ± is the standard deviation over draws. ODIN and Mahalanobis are tuned on a draw "
     "of at most 100 images of each kind: another draw can change their AUROC by several points, which brackets do not contain. "
-    f"{DAGGER}: the paper's figure is for ResNet-34, of which no weights were at hand; ours is for the model named."
+    f"{DAGGER}: the paper's figure is for ResNet-34, whose weights were not available; ours is for the model named. "
+    "imagenet-crop, imagenet-resize, lsun-crop and lsun-resize are the sets of the ODIN release that the paper calls ImageNet-C, "
+    "ImageNet-R, LSUN-C and LSUN-R; today ImageNet-C and ImageNet-R mean other sets."
 )
-
-
-@dataclass(frozen=True)
-class Table:
-    """A caption, column names and rows of text; the first columns are names, the others figures."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    names: int  # how many columns are names
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ def write(results: Path | str, *, html: Path | str | None = None, markdown: Path
     Args:
         results: The file that `experiments.run` made.
         html: Where the HTML page goes.
-        markdown: Where the Markdown page goes; its plots go to a folder `<stem>-plots` beside it.
+        markdown: Where the Markdown page goes; its plots go to a folder `<stem>-plots` next to it.
     """
     if html is None and markdown is None:
         raise InputError("Expected `html` or `markdown` to say where the report goes, but both are None.")
@@ -99,7 +89,7 @@ def build(rows: Sequence[Row]) -> list[Section]:
                 experiment.reference,
                 REMARKS.get(name, ""),
                 gaps.not_measured(name, own),
-                tuple(_tables(name, own)),
+                tuple(make_tables(name, own)),
                 tuple(plots.draw(name, own)),
             )
         )
@@ -127,158 +117,6 @@ def _index(known: Sequence[Any], value: Any) -> int:
     return known.index(value) if value in known else len(known)
 
 
-def _tables(name: str, rows: Sequence[Row]) -> list[Table]:
-    if name == "latency":
-        apart, runs = told_apart_by(rows), dict.fromkeys(_run_of(row) for row in rows)
-        return [_latency_table([row for row in rows if _run_of(row) == run], apart) for run in runs]
-    tables = []
-    for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
-        caption = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID"
-        varied = any(row.get("setting") for row in own)
-        if len({row["ood"] for row in own}) > 1 and (name == "ablation" or not varied):
-            tables.append(_overview(caption, own))
-        tables.append(_detail(caption, own))
-    return tables
-
-
-def _overview(caption: str, rows: Sequence[Row]) -> Table:
-    """AUROC of methods by OOD sets."""
-    apart = told_apart_by(rows)
-    oods = list(dict.fromkeys(row["ood"] for row in rows))
-    methods = list(dict.fromkeys(label_of(row, apart) for row in rows))
-    cells = {(label_of(row, apart), row["ood"]): row["auroc"] for row in rows}
-    lines = []
-    for method in methods:
-        values = [cells.get((method, ood)) for ood in oods]
-        known = [value for value in values if value is not None]
-        mean = sum(known) / len(known) if known else None
-        lines.append((method, *map(_percent, values), _percent(mean)))
-    columns = ("method", *map(titles.of_set, oods), "mean")
-    return Table(f"{caption}: AUROC at a glance", columns, tuple(lines), names=1)
-
-
-def _detail(caption: str, rows: Sequence[Row]) -> Table:
-    columns = (
-        "OOD",
-        "method",
-        "AUROC",
-        "paper",
-        "diff.",
-        "TNR95",
-        "paper",
-        "diff.",
-        "accuracy",
-        "paper",
-        "diff.",
-        "images (ID / OOD)",
-        "fitted on (ID / OOD)",
-    )
-    lines, apart = [], told_apart_by(rows)
-    for row in rows:
-        printed, mark = paper.beside(row), ""
-        if printed is None:
-            printed, mark = paper.stand_in(row), DAGGER
-        figures: list[str] = []
-        for metric in ("auroc", "tnr95", "accuracy"):
-            theirs = None if printed is None else getattr(printed, metric)
-            figures += [_with_spread(row, metric), *_compare(row[metric], theirs, mark)]
-        fitted = f"{row.get('n_fit_id') or 0:,} / {row.get('n_fit_ood') or 0:,}"
-        judged = f"{row['n_id']:,} / {row['n_ood']:,}"
-        lines.append((titles.of_set(row["ood"]), label_of(row, apart), *figures, judged, fitted))
-    return Table(caption, columns, tuple(lines), names=2)
-
-
-def _run_of(row: Row) -> tuple[Any, ...]:
-    """What rows share that were measured in one go."""
-    return tuple(row.get(key) for key in ("model", "id", "ood", "seed", "limit"))
-
-
-def _latency_table(rows: Sequence[Row], apart: Sequence[str]) -> Table:
-    columns = (
-        "method",
-        "AUROC",
-        "fit, s",
-        "paper, s",
-        "one image, ms",
-        "paper, ms",
-        "ratio to plain pass",
-        "paper's ratio",
-        "passes an image",
-        "peak MB",
-    )
-    plain = paper.timing("plain")
-    base = plain.latency_ms if plain else None
-    first = rows[0]
-    lines = [("Plain pass", *[NOTHING] * 3, f"{first['plain_ms']:.1f}", _number(base), "1.00", "1.00", "1", NOTHING)]
-    for row in rows:
-        theirs = paper.timing(row["method"])
-        ratio = None if theirs is None or base is None else theirs.latency_ms / base
-        lines.append(
-            (
-                titles.of_method(row["method"]),
-                _percent(row["auroc"]),
-                _number(row["fit_seconds"]),
-                _number(None if theirs is None else theirs.fit_seconds),
-                _number(row["latency_ms"]),
-                _number(None if theirs is None else theirs.latency_ms),
-                _number(row["ratio"], 2),
-                _number(ratio, 2),
-                _number(row["passes_per_image"]),
-                _number(row["peak_mb"], 0),
-            )
-        )
-    sets = f"{titles.of_set(first['id'])} against {titles.of_set(first['ood'])}"
-    machines = " and ".join(dict.fromkeys(str(row["machine"]) for row in rows))
-    where = f"{_span(rows, 'threads')} threads, {machines}, median of {_span(rows, 'repeats')} images"
-    caption = f"{', '.join([titles.of_model(first['model']), sets, *_run_words(first, apart)])}; {where}"
-    return Table(caption, columns, tuple(lines), names=1)
-
-
-def told_apart_by(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Which of seed and limit rows have to be told apart by: those that are not the same for all of them."""
-    return tuple(key for key in ("seed", "limit") if len({row.get(key) for row in rows}) > 1)
-
-
-def label_of(row: Row, apart: Sequence[str] = ()) -> str:
-    """What a row is called in tables: its method, what is varied besides, and what it is told apart by."""
-    setting = [str(row["setting"])] if row.get("setting") else []
-    return ", ".join([titles.of_method(row["method"]), *setting, *_run_words(row, apart)])
-
-
-def _run_words(row: Row, apart: Sequence[str]) -> list[str]:
-    return [f"{key} {row[key]}" for key in apart if row.get(key) is not None]
-
-
-def _span(rows: Sequence[Row], key: str) -> str:
-    low, high = min(row[key] for row in rows), max(row[key] for row in rows)
-    return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1f}"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return NOTHING if value is None else f"{value:,.{digits}f}"
-
-
-def _with_spread(row: Row, metric: str) -> str:
-    text = _percent(row[metric])
-    if f"{metric}_std" in row:
-        return f"{text} ± {row[f'{metric}_std']:.1f}"
-    if f"{metric}_ci" in row:
-        low, high = row[f"{metric}_ci"]
-        return f"{text} [{low:.1f}, {high:.1f}]"
-    return text
-
-
-def _compare(ours: float | None, theirs: float | None, mark: str) -> tuple[str, str]:
-    if ours is None or theirs is None:
-        return NOTHING, NOTHING
-    return f"{theirs:.1f}{mark}", f"{ours - theirs:+.1f}{mark}".replace("-", MINUS)
-
-
 def _summary(rows: Sequence[Row]) -> str:
     weights = sorted({str(row["weights"]) for row in rows if row.get("weights")})
     sets = list(dict.fromkeys(titles.of_set(row[key]) for row in rows for key in ("id", "ood")))
@@ -300,12 +138,20 @@ def to_markdown(sections: Iterable[Section], rows: Sequence[Row], plots_folder: 
         _LEGEND,
     ]
     for section in sections:
-        parts += [f"## {section.name}: {section.title}", f"The paper's {section.reference}."]
+        parts += [f"## {section.name}: {section.title}", _where(section)]
         parts += [f"![{plot.alt}]({plots_folder}/{plot.name}.svg)" for plot in section.plots]
         parts += [text for text in (section.remark, section.gaps) if text]
         for table in section.tables:
             parts += [f"**{table.caption}**", _markdown_table(table)]
     return "\n\n".join(parts) + "\n"
+
+
+def _where(section: Section) -> str:
+    """Return which part of the paper an experiment reproduces, or that it is not in the paper."""
+    first, rest = section.reference[:1], section.reference[1:]
+    if section.reference.startswith("not in the paper"):
+        return f"{first.upper()}{rest}."
+    return f"The paper's {section.reference}."
 
 
 def _markdown_table(table: Table) -> str:
@@ -322,7 +168,7 @@ def to_html(sections: Iterable[Section], rows: Sequence[Row]) -> str:
     body.append(f"<nav>{links}</nav>")
     for section in sections:
         body.append(f'<h2 id="{section.name}">{_text(section.name)}: {_text(section.title)}</h2>')
-        body.append(f"<p>The paper's {_text(section.reference)}.</p>")
+        body.append(f"<p>{_text(_where(section))}</p>")
         body += [f'<figure role="img" aria-label="{_text(plot.alt)}">{plot.svg}</figure>' for plot in section.plots]
         body += [f"<p>{_text(text)}</p>" for text in (section.remark, section.gaps) if text]
         body += [_html_table(table) for table in section.tables]
@@ -350,11 +196,12 @@ def _text(value: Any) -> str:
 
 
 _STYLE = """
-:root{color-scheme:light}body{font:16px/1.5 system-ui,sans-serif;margin:0;color:#1c1c1c;background:#fff}
-main{max-width:72rem;margin:0 auto;padding:1.5rem}h2{margin-top:3rem;border-bottom:1px solid #ddd}
-nav{margin:1rem 0}a{color:#0b5cad}.t{overflow-x:auto;margin:1rem 0}
+:root{color-scheme:light}body{font:16px/1.5 system-ui,sans-serif;margin:0;color:#181b20;background:#f4f5f7}
+main{max-width:72rem;margin:0 auto;padding:1.5rem}h2{margin-top:3rem;border-bottom:1px solid #dde1e7}
+nav{margin:1rem 0}a{color:#0b5fa5}
+.t,figure{overflow-x:auto;margin:1rem 0;padding:.5rem 1rem;background:#fff;border:1px solid #dde1e7;border-radius:8px}
 table{border-collapse:collapse;font-size:14px}caption{text-align:left;font-weight:600;padding:.4rem 0}
 th,td{padding:.25rem .6rem;border-bottom:1px solid #e4e4e4;text-align:left;white-space:nowrap}
 td.n{text-align:right;font-variant-numeric:tabular-nums}th{border-bottom:2px solid #999}
-figure{margin:1rem 0}figure svg{max-width:100%;height:auto}
+figure svg{max-width:100%;height:auto}
 """

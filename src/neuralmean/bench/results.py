@@ -1,7 +1,7 @@
 """Rows of figures in one JSON file: the row's format, and a file that a killed run leaves whole.
 
 A row says what was measured on what; `Results` adds rows one at a time and knows which ones are already there, which is
-all that going on after an interruption takes. Knows nothing of how a figure comes about.
+all that going on after an interruption takes. Does not compute figures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLUMNS = (
     "seed",
     "seconds",
 )
-# What tells one row from another; `setting` is what an experiment varies besides (a batch size, a number of layers).
+# What identifies a row; `setting` is what an experiment varies (a batch size, a number of layers).
 IDENTITY = ("experiment", "model", "id", "ood", "method", "protocol", "seed", "setting", "limit")
 
 MOST_BYTES = 1 << 28  # of a results file; a row has less than a kilobyte, or some with the scores of mini-batches

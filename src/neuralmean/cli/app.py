@@ -24,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_COMMANDS = ("demo", "inspect", "fit", "score", "explain", "report", "export", "serve", "bench")
+_COMMANDS = ("demo", "inspect", "fit", "score", "explain", "report", "export", "serve", "history", "mcp", "bench")
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,11 +41,11 @@ def _print_version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     """Tells you when a PyTorch model is looking at something it was not trained for."""
-    # A server lives for months among requests of all sizes, between which kept blocks would be torn to pieces.
+    # A server runs for months with requests of all sizes, which would fragment the memory that is kept.
     if context.invoked_subcommand != "serve":
         memory.keep_freed()
 
@@ -56,14 +56,26 @@ def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, *
 
 
 def load_commands() -> typer.Typer:
-    """Register every command, and return the application."""
+    """Register every command and return the application."""
     for name in _COMMANDS:
         import_module(f"neuralmean.cli.{name}_command")
     return app
 
 
+def _open_closed_streams() -> None:
+    """Put something in the place of standard streams that were closed, so that no file of ours takes their numbers."""
+    for number, name, mode in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # takes the lowest number that is free; writing to this stdout is an error
+            how = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, how, closefd=False, encoding="utf-8"))  # noqa: SIM115 - a descriptor
+
+
 def main() -> None:
-    """Run the command and leave with its exit code."""
+    """Run the command and exit with its code."""
+    _open_closed_streams()
     load_commands()
     warnings.showwarning = _show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -74,7 +86,7 @@ def main() -> None:
         typer.echo(f"Error: {error}", err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone: nothing to say
+        sys.stderr.close()  # the reader of our output has gone: there is nobody to tell
         sys.exit(1)
     except MemoryError:
         typer.echo("Error: out of memory. Use a smaller --batch-size.", err=True)
@@ -82,7 +94,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None:
             typer.echo(f"Error: {error}.", err=True)
-        else:  # stdout's, as it seems, and Python would try again when it ends
+        else:  # stdout, most likely; Python would try to flush it again on exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             typer.echo(f"Error: expected to write the answer, but {error.strerror or error}.", err=True)
         sys.exit(1)

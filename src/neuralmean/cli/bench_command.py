@@ -75,17 +75,28 @@ def run(
         "results.json"
     ),
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Where features are kept; beside --out.")
+        Path | None,
+        typer.Option("--cache", metavar="DIR", help="Folder of the feature cache; next to --out by default."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=50, help="At most so many images of a set: a quick look.")
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only these methods; may be repeated.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="Only these models: names, or specs such as package:build.")
+    ] = None,
+    oods: Annotated[
+        list[str] | None, typer.Option("--ood", metavar="NAME=DIR", help="An OOD set of your own; may be repeated.")
+    ] = None,
+    id_set: Annotated[
+        str | None, typer.Option("--id", metavar="SET", help="The set that models given as specs were trained on.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Make rows again that are in the results file.")] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes to share the work.")] = 1,
     quiet: options.Quiet = False,
 ) -> None:
-    """Run experiments; a run that was interrupted goes on where it stopped."""
+    """Run experiments; an interrupted run resumes where it stopped."""
     from neuralmean.bench import experiments
 
     def announce(line: str) -> None:
@@ -95,9 +106,14 @@ def run(
     with options.progress(quiet):
         rows = experiments.run(
             names or None, data=data, weights=weights, out=out, cache=cache, limit=limit, seed=seed,
-            methods=methods or None, jobs=jobs, announce=announce,
+            methods=methods or None, models=models or (), oods=options.named_paths(oods or []), id_set=id_set, again=again,
+            jobs=jobs, announce=announce,
         )  # fmt: skip
-    typer.echo(f"{out}: {len(rows)} rows. See them with `nmd bench report {out}`.", err=True)
+    from neuralmean.bench.table import as_text
+
+    ran = [row for row in rows if names and row["experiment"] in names]
+    typer.echo(as_text(ran))
+    typer.echo(f"{out}: {len(rows)} rows. Write tables and plots with `nmd bench report {out}`.", err=True)
 
 
 @bench.command(epilog="Example: `nmd bench report results.json --html results.html --markdown results.md`.")
@@ -108,7 +124,7 @@ def report(
         Path | None, typer.Option("--markdown", metavar="FILE", help="Where the Markdown page goes.")
     ] = None,
 ) -> None:
-    """Write results beside the paper's figures, with the difference and with plots."""
+    """Write results next to the paper's figures, with differences and plots."""
     from neuralmean.bench import report as work
 
     if not results.name:
@@ -141,7 +157,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Train a model; run the same command again after an interruption and it goes on."""
+    """Train a model; after an interruption, run the same command again to resume."""
     from neuralmean.bench import data as sets
     from neuralmean.bench.train import full_recipe
     from neuralmean.bench.train import train as work
@@ -188,7 +204,7 @@ def models(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many test images.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show every architecture, and the accuracy of the trained ones beside what is expected."""
+    """Show every architecture, and the measured and expected accuracy of the trained ones."""
     from neuralmean.bench import data as sets
     from neuralmean.bench import models as zoo
     from neuralmean.bench.models.evaluate import accuracy, expected_accuracy

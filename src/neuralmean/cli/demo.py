@@ -55,6 +55,14 @@ class DemoData:
     near: Tensor
     far: Tensor
 
+    @property
+    def strangers(self) -> dict[str, Tensor]:
+        """The unknown images that no detector learns from: the second half of each kind."""
+        return {
+            "digits 8 and 9": self.near[len(self.near) // 2 :],
+            "photo patches": self.far[len(self.far) // 2 :],
+        }
+
 
 @dataclass(frozen=True)
 class DemoRow:
@@ -124,9 +132,8 @@ def run(seed: int = 0) -> Demo:
     model = train_model(data, seed=seed)
     with torch.no_grad():
         accuracy = (model(data.test).argmax(1) == data.test_labels).float().mean().item() * 100
-    half = len(data.near) // 2, len(data.far) // 2
-    examples = torch.cat([data.near[: half[0]], data.far[: half[1]]])
-    strangers = {"digits 8 and 9": data.near[half[0] :], "photo patches": data.far[half[1] :]}
+    examples = torch.cat([data.near[: len(data.near) // 2], data.far[: len(data.far) // 2]])
+    strangers = data.strangers
     ways: list[tuple[str, str, Detector, Tensor | None]] = [
         ("default", "ID examples", Detector(model), None),
         ("average", "nothing", Detector(model, scorer="average"), None),
@@ -219,6 +226,7 @@ def write_demo_report(demo: Demo, path: Path) -> Path:
     """Write the HTML report of the default detector against both kinds of strangers, and return where it is."""
     from neuralmean.report import write_report
 
-    strangers = {"digits 8 and 9": demo.data.near, "photo patches": demo.data.far}
-    title = "Digits 0 to 7, and what a network that learnt them makes of the rest"
-    return write_report(demo.detector, demo.data.test, strangers, path, title=title, info={"id_name": "known digits"})
+    title = "A network that learnt the digits 0 to 7 meets something else"
+    return write_report(
+        demo.detector, demo.data.test, demo.data.strangers, path, title=title, info={"id_name": "known digits"}
+    )

@@ -23,7 +23,7 @@ def demo(
     ] = Path("demo-output"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of data split and training.")] = 0,
 ) -> None:
-    """Train a small model on digits 0 to 7, then tell it digits 8 and 9 and photo patches apart."""
+    """Train a small model on the digits 0 to 7, then detect the digits 8 and 9 and patches of photographs."""
     from neuralmean.cli import demo as job
 
     try:
@@ -35,9 +35,9 @@ def demo(
     typer.echo("Training a small network on the digits 0 to 7 of scikit-learn…", err=True)
     result = job.run(seed)
     typer.echo(
-        f"It reads {result.accuracy:.1f} % of unseen digits right. How well does each detector tell strangers apart?\n"
+        f"It recognises {result.accuracy:.1f} % of unseen digits. How well does each detector find what is strange?\n"
     )
-    typer.echo(f"{'detector':<21}{'was given':<21}{'strangers':<16}{'AUROC':>7}{'caught':>9}{'false alarms':>14}")
+    typer.echo(f"{'detector':<21}{'was given':<21}{'tested on':<16}{'AUROC':>7}{'caught':>9}{'false alarms':>14}")
     for row in result.rows:
         numbers = f"{row.auroc:>6.1f}%{row.caught:>8.1f}%{row.false_alarms:>13.1f}%"
         typer.echo(f"{row.method:<21}{row.needs:<21}{row.ood:<16}{numbers}")

@@ -1,4 +1,4 @@
-"""`nmd explain`: which layers saw something strange."""
+"""`nmd explain`: which layers saw something strange, and where in the image."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ def explain(
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="How many channels to show.")] = 5,
     format_: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="PNG", help="Write the image with a map of where the score comes from."),
+    ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
+    trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Show how much each layer adds to the score of an image."""
+    """Show how much each layer, and with --out each place, adds to the score of an image."""
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
     from neuralmean.detector.saved import open_saved
@@ -38,7 +43,10 @@ def explain(
         raise UsageError(f"Expected --format to be table or json, but got {format_!r}.")
     if Path(image).is_dir():
         raise UsageError(f"Expected one image to explain, but {image!r} is a folder. Name a file in it.")
-    opened = open_saved(saved, model=model, weights=weights)
+    if out is not None and out.suffix.lower() != ".png":
+        raise UsageError(f"Expected --out to end in .png, but got {str(out)!r}.")
+    options.check_out(out, saved, weights, Path(image))
+    opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
     path, row = split_name(image)
     if row is None or Path(image).exists():
         batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
@@ -50,6 +58,10 @@ def explain(
         reason = f": {batches.unreadable[0]}" if batches.unreadable else ", of which there is none."
         raise InputError(f"Expected an image that can be read, but got {image!r}{reason}")
     decision, found = opened.detector.predict(batch.images[:1])[0], opened.detector.explain(batch.images[:1])
+    if out is not None:
+        from neuralmean.report.overlay import write_overlay
+
+        write_overlay(out, batch.images[0], opened.detector.locate(batch.images[:1])[0], opened.preprocessing)
     layers = list(zip(found.layers, found.by_layer[0].tolist(), strict=True))
     terms = {name: value[0].item() for name, value in found.terms.items()}
     if format_ == "json":
@@ -58,10 +70,17 @@ def explain(
             "score": decision.score.item(),
             "p_value": decision.p_value.item(),
         }
-        answer |= {"is_ood": bool(decision.is_ood), "layers": dict(layers), "terms": terms, "exact": found.exact}
+        answer |= {"is_ood": bool(decision.is_ood), "kind": decision.kind[0], "sentence": decision.sentence[0]}
+        for name in ("p_appearance", "p_content"):
+            found_p = getattr(decision, name)
+            answer[name] = None if found_p is None else found_p.item()
+        answer |= {"layers": dict(layers), "terms": terms, "exact": found.exact}
         typer.echo(json.dumps(answer))
         return
     typer.echo(f"{batch.names[0]}: {decision}")
+    typer.echo(decision.sentence[0])
+    if decision.p_appearance is not None and decision.p_content is not None:
+        typer.echo(f"p-values: appearance {decision.p_appearance.item():.3g}, content {decision.p_content.item():.3g}")
     parts = [*layers, *terms.items()]
     largest = max((abs(value) for name, value in parts if name != "constant"), default=0.0) or 1.0
     width = max(len(name) for name, _ in parts)

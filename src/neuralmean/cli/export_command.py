@@ -18,6 +18,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to: .onnx or .pt2.")],
     model: options.Model = None,
     weights: options.Weights = None,
+    trust_local_code: options.TrustLocalCode = False,
 ) -> None:
     """Write the model with its detector as one graph; outputs: the model's own, score, p_value, is_ood."""
     from neuralmean import export as work
@@ -27,7 +28,8 @@ def export(
     if out.suffix not in (".onnx", ".pt2"):
         raise UsageError(f"Expected --out to end in .onnx or .pt2, but got {str(out)!r}.")
     check_target(out)
-    opened = open_saved(saved, model=model, weights=weights)
+    options.check_out(out, saved, weights)
+    opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
     how = opened.need_preprocessing()
     if how.size is None:
         raise InputError("Expected to know the size of the model's input. Fit again with --size.")

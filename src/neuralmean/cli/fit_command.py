@@ -10,7 +10,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
-from neuralmean.errors import InputError
+from neuralmean.errors import InputError, UsageError
 
 _EPILOG = (
     "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
@@ -25,7 +25,9 @@ def fit(
         list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the detector.")],
-    ood: Annotated[list[str] | None, typer.Option("--ood", metavar="PATH", help="Examples of what is not.")] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option("--ood", metavar="PATH", help="Out-of-distribution images, if any.")
+    ] = None,
     held_out: Annotated[
         list[str] | None,
         typer.Option("--held-out", metavar="PATH", help="In-distribution images the model was not trained on."),
@@ -45,10 +47,16 @@ def fit(
         float | None,
         typer.Option("--confidence", help="Probability with which the rate holds for these held-out images, say 0.95."),
     ] = None,
+    groups: options.Groups = None,
     weights: options.Weights = None,
     mean: options.Mean = None,
     std: options.Std = None,
     size: options.Size = None,
+    crop: options.Crop = None,
+    interpolation: options.Interpolation = None,
+    allow_untrained: Annotated[
+        bool, typer.Option("--allow-untrained", help="Accept a model with random weights.")
+    ] = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
@@ -59,8 +67,9 @@ def fit(
     from neuralmean.detector.detector import Detector
     from neuralmean.detector.fitting import check_scorer
     from neuralmean.files.atomic import check_target
-    from neuralmean.jobs import CountedBatches
-    from neuralmean.stats.calibration import check_confidence, check_rate
+    from neuralmean.jobs import CountedBatches, LabelledBatches
+    from neuralmean.models.spec import is_untrained
+    from neuralmean.stats.calibration import check_confidence, check_rate, examples_needed
     from neuralmean.stats.discrepancy import check_statistic
 
     options.check_engine(engine)
@@ -69,11 +78,24 @@ def fit(
         check_rate(false_alarm_rate, "--false-alarm-rate")
         check_confidence(confidence)
         check_scorer(scorer)
+        label = options.group_labels(groups)
+    if groups is not None and (engine != "local" or not held_out):
+        raise UsageError(
+            "Expected --held-out images and --engine local with --groups. Pass them, or leave --groups out."
+        )
     check_target(out)
-    resolved = options.resolve_spec(model, weights, mean, std, size)
+    options.check_out(out, weights)
+    resolved = options.resolve_spec(model, weights, mean, std, size, crop=crop, interpolation=interpolation)
     how = resolved.preprocessing
     if how is None:
-        raise InputError(f"Expected to know how the images of {model!r} are prepared. Pass --mean, --std and --size.")
+        raise InputError(
+            f"Expected the preprocessing of the images of {model!r}, but neither the model nor an option gives it. "
+            "Pass --mean, --std and --size."
+        )
+    if not allow_untrained and is_untrained(resolved):
+        raise InputError(
+            f"Expected a trained model, but {model!r} has random weights. Pass --weights FILE, or --allow-untrained."
+        )
     sets = {"id": id_data, "ood": ood, "held_out": held_out}
     info: dict[str, Any] = {
         "model": model,
@@ -88,6 +110,12 @@ def fit(
             return None
         return CountedBatches(paths, how, batch_size=batch_size, workers=workers, on_unreadable=options.tell_unreadable)
 
+    if not quiet:
+        needed = examples_needed(false_alarm_rate, confidence)
+        sure = "" if confidence is None else f" that holds with a confidence of {confidence:g}"
+        typer.echo(
+            f"A false-alarm rate of {false_alarm_rate:g}{sure} needs at least {needed:,} held-out images.", err=True
+        )
     with options.progress(quiet):
         if engine == "ray":
             from neuralmean.jobs import cluster as distributed
@@ -98,10 +126,16 @@ def fit(
                 batch_size=batch_size, address=address, workers=workers, on_unreadable=options.tell_unreadable,
             )  # fmt: skip
         else:
+            apart = images(held_out)
+            if label is not None and apart is not None:
+                apart = LabelledBatches(
+                    label, held_out, how, batch_size=batch_size, workers=workers, on_unreadable=options.tell_unreadable
+                )
+            by = apart.labels if isinstance(apart, LabelledBatches) else groups
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
             detector.fit(
-                images(id_data), images(ood), held_out=images(held_out), false_alarm_rate=false_alarm_rate,
-                confidence=confidence,
+                images(id_data), images(ood), held_out=apart, false_alarm_rate=false_alarm_rate,
+                confidence=confidence, groups=by,
             )  # fmt: skip
     detector.save(out, info=info)
     typer.echo(f"{out}: {detector!r}", err=True)

@@ -20,6 +20,8 @@ def inspect(
     mean: options.Mean = None,
     std: options.Std = None,
     size: options.Size = None,
+    crop: options.Crop = None,
+    interpolation: options.Interpolation = None,
 ) -> None:
     """Show which layers of a model would be watched, their channels, and where the reference comes from."""
     if model.endswith(".nmd"):
@@ -27,7 +29,7 @@ def inspect(
         return
     from neuralmean.detector.inspection import inspect_model
 
-    resolved = options.resolve_spec(model, weights, mean, std, size)
+    resolved = options.resolve_spec(model, weights, mean, std, size, crop=crop, interpolation=interpolation)
     found = inspect_model(resolved.model, layers or None, resolved.preprocessing)
     width = max(len(layer.name) for layer in found.layers)
     typer.echo(f"{'layer':<{width}}  {'kind':<12}{'channels':>9}")

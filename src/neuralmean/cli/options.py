@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import csv
+import os
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,16 +27,37 @@ Spec = Annotated[
 ]
 Weights = Annotated[
     Path | None,
-    typer.Option("--weights", metavar="FILE", help="Weights: safetensors, or a torch file with tensors only."),
+    typer.Option(
+        "--weights", metavar="FILE", help="The weights: safetensors, or a torch file that holds tensors only."
+    ),
 ]
 Mean = Annotated[
     str | None, typer.Option("--mean", metavar="R,G,B", help="Mean of each channel, on a scale of 0 to 1.")
 ]
 Std = Annotated[str | None, typer.Option("--std", metavar="R,G,B", help="Standard deviation of each channel.")]
 Size = Annotated[str | None, typer.Option("--size", metavar="N or HxW", help="Size of the model's input in pixels.")]
+Crop = Annotated[
+    str | None,
+    typer.Option(
+        "--crop",
+        metavar="MODE[:SHARE]",
+        help="`center:0.875` resizes the short side to size / 0.875 and cuts the centre; `squash`; `border`.",
+    ),
+]
+Interpolation = Annotated[
+    str | None, typer.Option("--interpolation", metavar="KIND", help="How images are resized: bilinear or bicubic.")
+]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="The model, where the file does not say or says it wrongly."),
+    typer.Option("--model", metavar="MODEL", help="The model, if the file does not name it or names the wrong one."),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option("--rate", help="False-alarm rate to use instead of that of the fit; nothing is fitted again."),
+]
+TrustLocalCode = Annotated[
+    bool,
+    typer.Option("--trust-local-code", help="Let the file name a model in this folder's Python code, and run it."),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")]
 Workers = Annotated[
@@ -42,14 +65,14 @@ Workers = Annotated[
     typer.Option(
         "--workers",
         min=0,
-        help="Processes that decode images, by default one less than there are cores; with ray, its workers.",
+        help="Processes that decode images; one less than the number of cores by default. With ray, its workers.",
     ),
 ]
 Freeze = Annotated[
     bool,
-    typer.Option("--freeze", help="Run the model as one graph: faster, and the last digits of scores differ."),
+    typer.Option("--freeze", help="Run the model as one compiled graph: faster; the last digits of scores differ."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
 
 
 def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
@@ -59,7 +82,7 @@ def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"Expected {option} to be numbers with commas between, but got {text!r}.") from None
+        raise UsageError(f"Expected {option} to be comma-separated numbers, but got {text!r}.") from None
 
 
 def size(text: str | None) -> tuple[int, int] | None:
@@ -75,9 +98,74 @@ def size(text: str | None) -> tuple[int, int] | None:
     return sides[0], sides[-1]
 
 
-def resolve_spec(spec: str, weights: Path | None, mean: str | None, std: str | None, side: str | None) -> ResolvedModel:
+def crop_settings(crop: str | None, interpolation: str | None) -> dict[str, Any]:
+    """Read `center:0.875`, `center`, `squash` or `border`, and the kind of interpolation, as fields of `Preprocessing`."""
+    found: dict[str, Any] = {} if interpolation is None else {"interpolation": interpolation}
+    if crop is not None:
+        mode, mark, share = crop.partition(":")
+        found["crop"] = mode
+        if mark:
+            try:
+                found["crop_fraction"] = float(share)
+            except ValueError:
+                raise UsageError(f"Expected --crop to be MODE or MODE:SHARE, but got {crop!r}.") from None
+    return found
+
+
+def resolve_spec(
+    spec: str,
+    weights: Path | None,
+    mean: str | None,
+    std: str | None,
+    side: str | None,
+    *,
+    crop: str | None = None,
+    interpolation: str | None = None,
+) -> ResolvedModel:
     """Build the model that the options describe."""
-    return resolve(spec, weights=weights, mean=numbers(mean, "--mean"), std=numbers(std, "--std"), size=size(side))
+    return resolve(
+        spec,
+        weights=weights,
+        mean=numbers(mean, "--mean"),
+        std=numbers(std, "--std"),
+        size=size(side),
+        settings=crop_settings(crop, interpolation),
+    )
+
+
+Groups = Annotated[
+    str | None,
+    typer.Option(
+        "--groups",
+        metavar="HOW",
+        help="Groups that the rate holds for: 'folder' (of each image), or a .csv with the columns path and group; "
+        "for fit also 'predicted', the model's own prediction.",
+    ),
+]
+
+
+def group_labels(how: str | None) -> Callable[[str], str] | None:
+    """Return what gives the group of an image by its name, as `--groups` asks for; None without labels."""
+    if how is None or how == "predicted":
+        return None
+    if how == "folder":
+        return lambda name: Path(name).parent.name
+    path = Path(how)
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        raise InputError(f"Expected --groups to be 'folder', 'predicted' or a .csv file, but got {how!r}.")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"path", "group"} <= set(rows[0]):
+        raise InputError(f"Expected {how!r} to have the columns path and group, but it has not.")
+    known = {row["path"]: row["group"] for row in rows} | {Path(row["path"]).name: row["group"] for row in rows}
+
+    def label(name: str) -> str:
+        found = known.get(name, known.get(Path(name).name))
+        if found is None:
+            raise InputError(f"Expected {how!r} to have a row for {name!r}, but it has none. Add one.")
+        return found
+
+    return label
 
 
 def check_engine(engine: str) -> None:
@@ -88,7 +176,7 @@ def check_engine(engine: str) -> None:
 
 @contextmanager
 def usage() -> Generator[None]:
-    """Take what is wrong with a value inside the block for a wrong use of the command."""
+    """Report an `InputError` raised inside the block as wrong usage of the command."""
     try:
         yield
     except InputError as error:
@@ -109,6 +197,15 @@ def tell_unreadable(note: Unreadable) -> None:
     typer.echo(f"Cannot read {note}", err=True)
 
 
+def check_out(out: Path | None, *inputs: Path | None) -> None:
+    """Raise before anything is read if `out` is one of the files that the command reads."""
+    for path in inputs:
+        if out is not None and path is not None and os.path.realpath(out) == os.path.realpath(path):
+            raise UsageError(
+                f"Expected --out to be another file than {str(path)!r}, which is read. Choose another name."
+            )
+
+
 def named_paths(values: Sequence[str]) -> dict[str, str]:
     """Read `NAME=DIR` options; a bare path is called by its last part."""
     named: dict[str, str] = {}
@@ -119,6 +216,6 @@ def named_paths(values: Sequence[str]) -> dict[str, str]:
         if not name or not path:
             raise UsageError(f"Expected NAME=DIR, but got {value!r}.")
         if name in named:
-            raise UsageError(f"Expected a name for each set, but {name!r} comes twice.")
+            raise UsageError(f"Expected a name for each set, but {name!r} occurs twice.")
         named[name] = path
     return named

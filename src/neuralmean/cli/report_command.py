@@ -37,6 +37,7 @@ def report(
     title: Annotated[str | None, typer.Option("--title", help="Heading of the report.")] = None,
     model: options.Model = None,
     weights: options.Weights = None,
+    trust_local_code: options.TrustLocalCode = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
     quiet: options.Quiet = False,
@@ -47,7 +48,8 @@ def report(
     from neuralmean.report import spread_over, write_report
 
     named = options.named_paths(ood)
-    opened = open_saved(saved, model=model, weights=weights)
+    options.check_out(out, saved, weights)
+    opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
     how = opened.need_preprocessing()
 
     def images(paths: list[str]) -> CountedBatches:

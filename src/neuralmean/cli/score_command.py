@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "Example: `nmd score model.nmd photos/ --format json`, or `nmd score model.nmd photos/ --out scores.csv --resume`. "
-    "Files that cannot be read are named on stderr and left out; the exit code is 1 only if none could be read."
+    "Unreadable files are listed on stderr and skipped; the exit code is 1 only if no file could be read."
 )
 
 
@@ -34,14 +34,17 @@ def score(
         typer.Option("--format", help="table, json (a line each), csv or parquet; by default what --out ends in."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write here instead of to stdout.")] = None,
-    fail_on_ood: Annotated[
-        bool, typer.Option("--fail-on-ood", help="Leave with exit code 3 if an image is OOD.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted run into --out stopped.")
-    ] = False,
+    fail_on_ood: Annotated[bool, typer.Option("--fail-on-ood", help="Exit with code 3 if an image is OOD.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run into --out.")] = False,
+    rate: options.Rate = None,
+    fdr: Annotated[
+        float | None,
+        typer.Option("--fdr", help="Flag a list of which on average at most this share is false, such as 0.1."),
+    ] = None,
+    groups: options.Groups = None,
     model: options.Model = None,
     weights: options.Weights = None,
+    trust_local_code: options.TrustLocalCode = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
     freeze: options.Freeze = False,
@@ -49,19 +52,30 @@ def score(
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say of each image how unusual it is: path, score, p-value, is_ood."""
+    """Score images: path, score, p-value, verdict and kind for each."""
     from neuralmean.detector.saved import open_saved
     from neuralmean.files.artefact import Artefact
-    from neuralmean.jobs import ScoreFile, Tally, format_of, score_images
+    from neuralmean.jobs import ScoreFile, Tally, describe_flags, format_of, score_images, select_rows
+    from neuralmean.stats.calibration import check_rate
 
     options.check_engine(engine)
     if resume and out is None:
-        raise UsageError("Expected a file to go on with. Pass --out FILE with --resume.")
+        raise UsageError("Expected a file to continue. Pass --out FILE with --resume.")
     if freeze and engine != "local":
         raise UsageError(f"Expected --freeze with --engine local, but got --engine {engine}. Leave one of them out.")
+    if rate is not None and engine != "local":
+        raise UsageError(f"Expected --rate with --engine local, but got --engine {engine}. Leave one of them out.")
+    if (fdr is not None or groups is not None) and engine != "local":
+        raise UsageError("Expected --engine local with --fdr or --groups. Leave them out, or score on this machine.")
     with options.usage():
         kind = format_of(out, format_)
-    opened = open_saved(saved, model=model, weights=weights)
+        if rate is not None:
+            check_rate(rate, "--rate")
+        if fdr is not None:
+            check_rate(fdr, "--fdr")
+        label = options.group_labels(groups)
+    options.check_out(out, saved, weights)
+    opened = open_saved(saved, model=model, weights=weights, rate=rate, trust_local_code=trust_local_code)
     how, tally = opened.need_preprocessing(), Tally()
     if freeze:
         opened.freeze()
@@ -69,7 +83,7 @@ def score(
     def batches(skip: Callable[[str], bool] | None) -> Iterator[list[ScoreRow]]:
         return score_images(
             opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
-            on_unreadable=options.tell_unreadable, skip=skip,
+            on_unreadable=options.tell_unreadable, skip=skip, label=label,
         )  # fmt: skip
 
     with options.progress(quiet):
@@ -88,16 +102,21 @@ def score(
             else:
                 _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
         elif out is not None:
-            settings = [list(map(str, paths)), how.to_json(), batch_size, freeze]
+            own = [*([] if rate is None else [rate]), *([groups] if groups else [])]
+            settings = [list(map(str, paths)), how.to_json(), batch_size, freeze, *own]
             file = ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume)
             try:
-                file.write(batches, tally)
+                file.write(batches, tally, fdr)
             except KeyboardInterrupt:
-                typer.echo("Stopped. The same command with --resume goes on from here.", err=True)
+                typer.echo("Stopped. Run the same command with --resume to continue.", err=True)
                 raise
+        elif fdr is not None:
+            rows = [row for part in batches(None) for row in part]
+            _print(kind, (list(part) for part in (select_rows(lambda: rows, fdr),)), tally)
         else:
             _print(kind, batches(None), tally)
-    _finish(tally, quiet, fail_on_ood, paths)
+    bound = describe_flags(tally, opened.detector.calibrated())
+    _finish(tally, quiet, fail_on_ood, paths, bound)
 
 
 def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
@@ -109,12 +128,13 @@ def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
                 typer.echo(line)
 
 
-def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str]) -> None:
+def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], bound: str | None) -> None:
     if not quiet:
         parts = [f"{tally.scored} scored", f"{tally.flagged} OOD"]
         parts += [f"{tally.unreadable} unreadable"] if tally.unreadable else []
         parts += [f"{tally.skipped} skipped (no images)"] if tally.skipped else []
         parts += [f"{tally.resumed} from the earlier run"] if tally.resumed else []
+        parts += [bound] if bound else []
         typer.echo(", ".join(parts), err=True)
     if not tally.scored:
         raise InputError(f"Expected at least one image that can be read in {', '.join(paths)}, but there is none.")

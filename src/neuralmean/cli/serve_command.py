@@ -18,9 +18,14 @@ def serve(
         str, typer.Option("--host", help="Address to listen on; by default this machine only.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option("--name", help="Name in addresses; by default the file's stem.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--model-name", help="Name in addresses and on the page; default: the file's stem."),
+    ] = None,
+    rate: options.Rate = None,
     model: options.Model = None,
     weights: options.Weights = None,
+    trust_local_code: options.TrustLocalCode = False,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="File with a bearer token; or set NMD_TOKEN.")
     ] = None,
@@ -29,20 +34,45 @@ def serve(
         typer.Option("--allow-host", metavar="NAME", help="A name by which clients call this server; may be repeated."),
     ] = None,
     log_format: Annotated[str, typer.Option("--log-format", help="Lines on stderr: text or json.")] = "text",
-    no_thumbnails: Annotated[bool, typer.Option("--no-thumbnails", help="Keep no picture of flagged inputs.")] = False,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, help="Inputs per forward pass at most.")] = 64,
+    no_thumbnails: Annotated[bool, typer.Option("--no-thumbnails", help="Keep no pictures of flagged inputs.")] = False,
+    max_batch: Annotated[
+        int, typer.Option("--max-batch", min=1, help="Maximum number of inputs per forward pass.")
+    ] = 64,
     max_wait_ms: Annotated[
-        float, typer.Option("--max-wait-ms", min=0, help="Longest wait for company, under load.")
+        float,
+        typer.Option("--max-wait-ms", min=0, help="Maximum time a request waits for others to share its batch (ms)."),
     ] = 15.0,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; beyond that, 503.")] = 256,
+    queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; further ones get 503.")] = 256,
     freeze: options.Freeze = False,
-    state: Annotated[Path | None, typer.Option("--state", help="File in which the monitor survives a restart.")] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="File that keeps the monitor's state across restarts.")
+    ] = None,
+    history: Annotated[
+        Path | None, typer.Option("--history", metavar="FILE", help="Keep decisions and alarms in this file (SQLite).")
+    ] = None,
+    history_days: Annotated[float, typer.Option("--history-days", min=0.01, help="How long to keep them.")] = 90.0,
+    every: Annotated[
+        int | None,
+        typer.Option("--every", min=1, max=1024, help="Use one of so many neighbouring inputs; by default estimated."),
+    ] = None,
+    follow: Annotated[
+        float | None, typer.Option("--follow", help="Follow drift that flags at most this share of inputs.")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option("--grpc-port", min=0, max=65535, help="Also serve gRPC on this port (extra `grpc`).")
+    ] = None,
+    otel: Annotated[
+        bool, typer.Option("--otel", help="Send OpenTelemetry traces and metrics (extra `otel`; OTEL_* variables).")
+    ] = False,
 ) -> None:
     """Serve the model with its detector over HTTP, with metrics and a page to look at."""
     from neuralmean import service
 
+    options.check_out(state, saved, weights)
     service.serve(
-        saved, host=host, port=port, name=name, model=model, weights=weights, token_file=token_file,
+        saved, host=host, port=port, name=name, rate=rate, model=model, weights=weights, token_file=token_file,
         thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=freeze,
         state=state, allow_hosts=tuple(allow_host or ()), log_format=log_format,
+        grpc_port=grpc_port, telemetry=otel, history=history, history_days=history_days, every=every, follow=follow,
+        trust_local_code=trust_local_code,
     )  # fmt: skip

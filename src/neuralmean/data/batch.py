@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from neuralmean.errors import InputError
 
 BATCH_SIZE = 64
+_SMALLEST_SIDE = 16
 
 _WANTED = (
     "a tensor, an array, a DataFrame, a DataLoader, a Dataset or an iterable of batches (x, (x, y) or a dict of inputs)"
@@ -72,7 +73,7 @@ class Batch:
             and self.args[0].device == device
         ):
             return self
-        return self.each(lambda value: value.to(device))
+        return self.each(lambda value: _move(value, device))
 
 
 def to_batch(value: Any) -> Batch:
@@ -85,12 +86,11 @@ def to_batch(value: Any) -> Batch:
     if isinstance(value, Batch):
         return value
     if isinstance(value, Tensor):
-        return Batch((value,))
+        return Batch((_dense(value),))
     if isinstance(value, np.ndarray):
         return Batch((_to_tensor(value),))
     if isinstance(value, Mapping):
-        inputs = {str(key): _to_tensor(item) if isinstance(item, np.ndarray) else item for key, item in value.items()}
-        return Batch((), inputs)
+        return Batch((), {str(key): _to_input(item) for key, item in value.items()})
     if _is_frame(value):
         return Batch((_frame_tensor(value),))
     if isinstance(value, (tuple, list)) and len(value) > 0:
@@ -166,9 +166,12 @@ def check_input(batch: Batch, name: str, *, tokens: bool = False) -> None:
     if tokens:
         return
     if x.dim() < 2:
+        hint = "Are these labels? Pass the inputs alone."
+        if x.is_floating_point():
+            hint = f"For one input, add a batch dimension: `{name}[None]`. If these are labels, pass the inputs alone."
         raise InputError(
             f"Expected `{name}` to hold inputs of the model with shape (N, ...), but got shape {tuple(x.shape)} of "
-            f"{x.dtype}. Are these labels? Pass the inputs alone."
+            f"{x.dtype}. {hint}"
         )
     if not (x.is_floating_point() or x.is_complex()):
         raise InputError(
@@ -193,9 +196,9 @@ def _iterate(data: Any, name: str, batch_size: int) -> Iterator[Batch]:
         raise InputError(f"Expected `{name}` to be {_WANTED}, but got {_describe(data)}.{hint}")
 
 
-def _check_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise InputError(f"Expected `batch_size` to be at least 1, but got {batch_size!r}.")
+def _check_size(batch_size: Any) -> None:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+        raise InputError(f"Expected `batch_size` to be a whole number of at least 1, but got {batch_size!r}.")
 
 
 def _whole(data: Any) -> Batch | None:
@@ -219,11 +222,20 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 
 
 def _are_images(value: Any) -> bool:
-    """Whether these are images (C, H, W) of different sizes, which no tensor can hold, and not an (x, y) pair."""
-    if not isinstance(value, (tuple, list)) or not all(isinstance(item, Tensor) and item.dim() == 3 for item in value):
+    """Whether these are images (C, H, W), as detection models take them, and not an (x, y) pair.
+
+    Two images of one size in a list look like a pair of sequences. They count as images if they are not tiny.
+    """
+    if not isinstance(value, (tuple, list)) or not value:
+        return False
+    if not all(isinstance(item, Tensor) and not item.is_nested and item.dim() == 3 for item in value):
         return False
     alike = len({(len(item), item.dtype) for item in value}) == 1 and value[0].is_floating_point()
-    return alike and len(value[0]) in (1, 3) and len({item.shape for item in value}) > 1
+    if not alike or len(value[0]) not in (1, 3):
+        return False
+    if len(value) != 2 or len({item.shape for item in value}) > 1:
+        return True
+    return isinstance(value, list) and min(value[0].shape[1:]) >= _SMALLEST_SIDE
 
 
 def _is_frame(value: Any) -> bool:
@@ -244,6 +256,28 @@ def _frame_tensor(frame: Any) -> Tensor:
                 "Encode or drop it, and fill in missing values, as for training."
             )
     return torch.from_numpy(np.column_stack(columns).astype(np.float32))
+
+
+def _to_input(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _to_tensor(value)
+    return _dense(value) if isinstance(value, Tensor) else value
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        raise InputError(
+            "Expected a dense tensor, but got a nested one. Pad it with `to_padded_tensor`, or pass batches."
+        )
+    if tensor.layout != torch.strided:
+        raise InputError("Expected a dense tensor, but got a sparse one. Convert it with `to_dense()`.")
+    return tensor
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta and device.type != "meta":
+        raise InputError("Expected a tensor with values, but got one on the meta device, which has none.")
+    return tensor.to(device)
 
 
 def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:

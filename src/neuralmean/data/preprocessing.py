@@ -288,6 +288,13 @@ def import_quietly(module: str, package: str) -> Any:
         warnings.simplefilter("ignore")
         try:
             return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # timm without requests must not say that timm is missing.
+            missing = (error.name or module).partition(".")[0]
+            reason = "it is not" if missing == package else f"it needs {missing!r}, which is not"
+            raise MissingExtraError(
+                f"Expected {package!r} to be installed, but {reason}. Install it with `pip install {missing}`."
+            ) from error
         except ImportError as error:
             raise MissingExtraError(
                 f"Expected {package!r} to be installed, but it cannot be imported: {error}. "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from neuralmean.detector import html
+from neuralmean.detector.kinds import SENTENCES, Kind, name_kinds
 from neuralmean.errors import InputError
 from neuralmean.stats.calibration import Calibration, check_rate
 from neuralmean.stats.false_flags import benjamini_hochberg, most_false
@@ -20,16 +22,65 @@ class Decision:
 
     score: Tensor  # (N,) higher = more OOD
     calibration: Calibration
+    kind_p_values: Callable[[], Tensor] | Tensor | None = None  # (N, 2), or what computes them when they are read
+    groups: tuple[str, ...] | None = None  # of each input, if the false-alarm rate holds by group
+
+    @cached_property
+    def _kind_p_values(self) -> Tensor | None:
+        return self.kind_p_values() if callable(self.kind_p_values) else self.kind_p_values
+
+    @property
+    def p_appearance(self) -> Tensor | None:
+        """Share of in-distribution inputs that look at least as unusual (noise, blur, another sensor), float64 (N,).
+
+        None where the detector has not learnt it: without `fit`, with the `"average"` scorer, after an early exit.
+        """
+        return None if self._kind_p_values is None else self._kind_p_values[:, 0]
+
+    @property
+    def p_content(self) -> Tensor | None:
+        """Share of in-distribution inputs that show something at least as unusual, float64 (N,); None as `p_appearance`."""
+        return None if self._kind_p_values is None else self._kind_p_values[:, 1]
+
+    @cached_property
+    def kind(self) -> list[Kind]:
+        """What is strange about each input: `typical` if it is not flagged, else `appearance`, `content`, `both` or `unsure`."""
+        flags = self.is_ood
+        return name_kinds(flags, self._kind_p_values if bool(flags.any()) else None, self.false_alarm_rate)
+
+    @property
+    def sentence(self) -> list[str]:
+        """The kind of each input in plain words."""
+        return [SENTENCES[kind] for kind in self.kind]
+
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, Calibration]]:
+        return self.calibration.parts(self.groups, len(self.score))
+
+    def _by_part(self, value: Callable[[Calibration, Tensor], Tensor | float]) -> Tensor:
+        """Return a number for each input from the calibration of its group, float64 of shape (N,)."""
+        numbers = torch.empty(len(self.score), dtype=torch.float64)
+        for rows, calibration in self._parts:
+            numbers[rows] = torch.as_tensor(value(calibration, rows), dtype=torch.float64)
+        return numbers
 
     @cached_property
     def p_value(self) -> Tensor:
-        """Share of in-distribution inputs that look at least as unusual, float64 of shape (N,)."""
-        return self.calibration.p_value(self.score)
+        """Share of in-distribution inputs, or of those of the input's group, that look at least as unusual; float64 (N,)."""
+        if self.calibration.group_of is None:
+            return self.calibration.p_value(self.score)
+        scores = self.score.detach().cpu()
+        return self._by_part(lambda calibration, rows: calibration.p_value(scores[rows]))
 
     @property
     def threshold(self) -> float:
-        """The score above which an input is flagged."""
+        """The score above which an input is flagged; with groups that of all held-out scores, see `thresholds`."""
         return self.calibration.threshold
+
+    @property
+    def thresholds(self) -> Tensor:
+        """The score above which each input is flagged, that of its group if there are groups; float64 of shape (N,)."""
+        return self._by_part(lambda calibration, _: calibration.threshold)
 
     @property
     def false_alarm_rate(self) -> float:
@@ -44,7 +95,8 @@ class Decision:
     @property
     def is_ood(self) -> Tensor:
         """Which inputs are flagged, shape (N,)."""
-        return (self.p_value <= self.level).to(self.score.device)
+        level = self.level if self.calibration.group_of is None else self._by_part(lambda own, _: own.level)
+        return (self.p_value <= level).to(self.score.device)
 
     def select(self, fdr: float = 0.1) -> Tensor:
         """Return which inputs to look at so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
@@ -62,10 +114,12 @@ class Decision:
             confidence: Of the bound.
         """
         check_rate(confidence, "confidence")
-        count = len(self.calibration.scores)
-        ranks = (self.p_value * (count + 1)).round().long().numpy()
-        flagged = ranks[(self.p_value <= (self.level if level is None else level)).numpy()]
-        return most_false(ranks, count, int(flagged.max()), confidence) if len(flagged) else 0
+        # Each group has held-out scores of its own: the bounds of all of them hold together.
+        confidence = 1 - (1 - confidence) / max(1, len(self._parts))
+        return sum(
+            _most_false(self.p_value[rows], own, own.level if level is None else level, confidence)
+            for rows, own in self._parts
+        )
 
     def __len__(self) -> int:
         return len(self.score)
@@ -73,19 +127,32 @@ class Decision:
     def __bool__(self) -> bool:
         raise InputError("Expected to be asked for `is_ood`: a decision on N inputs is neither true nor false.")
 
-    def __getitem__(self, rows: int | slice) -> Decision:
+    def __getitem__(self, rows: int | slice | Tensor) -> Decision:
         """Return the decision on one of the inputs, or on some."""
-        if not isinstance(rows, slice):
-            index = range(len(self))[rows]
+        if not isinstance(rows, (slice, Tensor)) or (isinstance(rows, Tensor) and rows.dim() == 0):
+            index = range(len(self))[int(rows)]
             rows = slice(index, index + 1)
-        return Decision(self.score[rows], self.calibration)
+        return self.take(rows)
+
+    def take(self, rows: Tensor | slice) -> Decision:
+        """Return the decision on some of the inputs, given a slice or indices."""
+        chosen = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
+        groups = None if self.groups is None else tuple(self.groups[row] for row in chosen)
+        found = self.kind_p_values
+        if callable(found):
+            later = lambda: self._kind_p_values[rows]  # type: ignore[index]  # noqa: E731
+            return Decision(self.score[rows], self.calibration, later, groups)
+        return Decision(self.score[rows], self.calibration, None if found is None else found[rows], groups)
 
     def __iter__(self) -> Iterator[Decision]:
         return (self[row] for row in range(len(self)))
 
+    def _repr_html_(self) -> str:
+        return html.decision_table(self)
+
     def __repr__(self) -> str:
         if len(self) == 1:
-            word = "OOD" if self.is_ood.item() else "in distribution"
+            word = f"OOD, {self.kind[0]}" if self.is_ood.item() else "in distribution"
             numbers = (
                 f"score {self.score.item():.4g}, threshold {self.threshold:.4g}, p-value {self.p_value.item():.3g}"
             )
@@ -124,9 +191,20 @@ class Explanation:
         """Return the `n` channels that contribute most to the score of an input, largest first."""
         return _top(self.by_channel[row], self.channels, n)
 
+    def _repr_html_(self) -> str:
+        return html.explanation_table(self)
+
     def __repr__(self) -> str:
         names = ", ".join(name for name, _ in self.top_layers())
         return f"Explanation({len(self.score)} inputs; first: {names})"
+
+
+def _most_false(p_values: Tensor, calibration: Calibration, level: float, confidence: float) -> int:
+    """Return how many of the inputs with a p-value of at most `level` are false flags at the most."""
+    count = len(calibration.scores)
+    ranks = (p_values * (count + 1)).round().long().numpy()
+    flagged = ranks[(p_values <= level).numpy()]
+    return most_false(ranks, count, int(flagged.max()), confidence) if len(flagged) else 0
 
 
 def _top(values: Tensor, names: tuple[str, ...], n: int) -> list[tuple[str, float]]:

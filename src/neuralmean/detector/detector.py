@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from typing_extensions import Self
 from neuralmean.data.batch import BATCH_SIZE, Batch, count_batches, to_batch, to_batches
 from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
-from neuralmean.detector import fitting
+from neuralmean.detector import fitting, html
 from neuralmean.detector.decision import Decision, Explanation
+from neuralmean.detector.groups import PREDICTED, Groups, predicted_labels
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
-from neuralmean.detector.observed import Observed
+from neuralmean.detector.locate import locate
+from neuralmean.detector.observed import Observed, main_rows
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -198,6 +201,11 @@ class Detector:
         return self._weights_guard.digest
 
     @property
+    def settings_digest(self) -> str:
+        """Digest of the settings of the model's layers (strides, epsilons) that the detector was made for."""
+        return self._weights_guard.settings
+
+    @property
     def threshold(self) -> float:
         """The score above which an input is flagged."""
         return self.calibrated().threshold
@@ -251,6 +259,7 @@ class Detector:
         false_alarm_rate: float = 0.05,
         held_out: Any = None,
         confidence: float | None = None,
+        groups: Groups | None = None,
         early_exit: bool = False,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
@@ -268,6 +277,8 @@ class Detector:
                 from them. Without them a part of `id_data` is used, with a warning on what that is worth.
             confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
                 they set; None for a rate that holds on average over such draws.
+            groups: A label for each held-out example (camera, class, length), or `"predicted"` for the model's own prediction:
+                the rate then holds for each group. Held-out examples are run through twice.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
             batch_size: Rows per forward pass where data comes in one piece.
@@ -276,6 +287,10 @@ class Detector:
         check_confidence(confidence)
         if early_exit:
             exits.check_statistic(self.statistic)
+        if groups is not None and (held_out is None or early_exit):
+            raise InputError(
+                "Expected `held_out` examples and no `early_exit` with `groups`. Pass held-out examples, or leave `groups` out."
+            )
         before = dict(self.__dict__)
         try:
             with torch.inference_mode(
@@ -284,6 +299,9 @@ class Detector:
                 self._reset()
                 options = FitOptions(false_alarm_rate, early_exit, batch_size, confidence)
                 self.adopt(*learn(self.setup, id_data, ood_data, held_out, options))
+                if groups is not None:
+                    limits: dict[str, Any] = {"false_alarm_rate": false_alarm_rate, "confidence": confidence}
+                    self.calibrate(held_out, **limits, groups=groups, batch_size=batch_size)
         except BaseException:
             self.__dict__ = before
             raise
@@ -296,33 +314,79 @@ class Detector:
         *,
         false_alarm_rate: float = 0.05,
         confidence: float | None = None,
+        groups: Groups | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
-        """Set the threshold and the p-values from in-distribution examples that the model was not trained on."""
+        """Set the threshold and the p-values from in-distribution examples that the model was not trained on.
+
+        Args:
+            held_out: The examples.
+            false_alarm_rate: Share of in-distribution inputs that may be flagged.
+            confidence: As for `fit`.
+            groups: As for `fit`.
+            batch_size: Rows per forward pass where data comes in one piece.
+        """
         check_rate(false_alarm_rate)
         check_confidence(confidence)
         check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
-        scores, seen = [], self.setup.empty_profile()
+        scores, seen, kinds = [], self.setup.empty_profile(), self.learnt.kinds
+        strange, labels, predicted = [], list[str](), isinstance(groups, str)
+        if predicted and groups != PREDICTED:
+            raise InputError(f"Expected `groups` to be labels or {PREDICTED!r}, but got {groups!r}.")
         for found in self._track(held_out, "held_out", batch_size):
             scores.append(found.score)
+            if predicted:
+                labels.extend(predicted_labels(found.main_output))
+            if kinds is not None and found.vectors is not None and found.stats is not None:
+                strange.append(kinds.score(self._observation(found.stats)))
             if found.vectors is not None:
                 seen.add(found.vectors)
-        calibration = Calibration.of(torch.cat(scores), false_alarm_rate, confidence=confidence)
+        known = labels if predicted else None if groups is None else list(groups)
+        calibration = Calibration.of(torch.cat(scores), false_alarm_rate, confidence=confidence, groups=known)
         profile = seen.profile()
         facts = {**self.learnt.facts, "n_held_out": profile.moments.count}
-        self.learnt = replace(self.learnt, calibration=calibration, source="held_out", profile=profile, facts=facts)
+        kinds = None if kinds is None else kinds.calibrated(torch.cat(strange), false_alarm_rate)
+        grouped_by = None if groups is None else PREDICTED if predicted else "given"
+        self.learnt = replace(
+            self.learnt,
+            calibration=calibration,
+            source="held_out",
+            profile=profile,
+            facts=facts,
+            kinds=kinds,
+            grouped_by=grouped_by,
+        )
+        return self
+
+    def set_rate(self, false_alarm_rate: float, *, confidence: float | None = None) -> Self:
+        """Move the threshold to another false-alarm rate, using the held-out scores of the last fit or calibration.
+
+        Raises:
+            CalibrationError: There are fewer held-out scores than the rate needs.
+            InputError: The detector has early exits, whose thresholds were set together.
+        """
+        if isinstance(self.learnt.scorer, exits.CascadeScorer):
+            raise InputError("Expected a detector without early exit, whose thresholds were set together. Fit again.")
+        known = self.calibrated()
+        groups = None if known.group_of is None else [known.group_names[number] for number in known.group_of.tolist()]
+        calibration = Calibration.of(known.scores, false_alarm_rate, confidence=confidence, groups=groups)
+        self.learnt = replace(self.learnt, calibration=calibration)
         return self
 
     # Deciding.
 
-    def __call__(self, x: Any = None, /, **inputs: Any) -> tuple[Any, Decision]:
+    def __call__(
+        self, x: Any = None, /, *, groups: Sequence[object] | None = None, **inputs: Any
+    ) -> tuple[Any, Decision]:
         """Return the model's own output and the decision, after one forward pass.
 
-        Call it as the model is called, with an input or with keyword inputs. With `early_exit` the output is None where
-        the pass was stopped because every input is OOD.
+        Call it as the model is called, with an input or with keyword inputs; `groups` has a label for each input if the detector
+        was calibrated by group. With `early_exit` the output is None where the pass was stopped because every input is OOD.
         """
         self.calibrated()
-        seen = self._observe_batch(_to_batch(x, inputs), may_exit=True)
+        seen = self._observe_batch(_to_batch(x, inputs), may_exit=True, groups=groups)
+        if groups is None and self.learnt.grouped_by == "given":
+            self.calibrated().parts(None, len(seen))  # raises
         return seen.output, seen.decision  # type: ignore[return-value]  # calibrated
 
     def observe(self, x: Any = None, /, **inputs: Any) -> Observed:
@@ -343,17 +407,31 @@ class Detector:
                 seen = self._observe_batch(batch, name=name)
             yield seen
 
-    def predict(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Decision:
-        """Decide on each input of `x`."""
-        calibration = self.calibrated()
-        return Decision(self.score(x, batch_size=batch_size), calibration)
+    def predict(self, x: Any, *, groups: Sequence[object] | None = None, batch_size: int = BATCH_SIZE) -> Decision:
+        """Decide on each input of `x`.
+
+        Args:
+            x: The inputs, as for `fit`.
+            groups: A label for each input, if the detector was calibrated by group with labels.
+            batch_size: Rows per forward pass where data comes in one piece.
+        """
+        calibration, scores, kinds, labels = self.calibrated(), [], [], list[str]()
+        for seen in self._track(x, "x", batch_size):
+            scores.append(seen.score)
+            if (found := seen.kind_p_values()) is not None:
+                kinds.append(found)
+            if groups is None and self.learnt.grouped_by == PREDICTED:
+                labels.extend(predicted_labels(seen.main_output))
+        decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
+        known = labels if groups is None and self.learnt.grouped_by == PREDICTED else groups
+        return decision if known is None else self._by_group(decision, None, known)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
         return torch.cat([seen.score for seen in self._track(x, "x", batch_size)])
 
     def score_batch(self, x: Any, *, batch_size: int = BATCH_SIZE) -> float:
-        """Score all inputs of `x` as one batch (the paper's Eq. 3 for |I| > 1); higher = more OOD."""
+        """Score all inputs of `x` as one batch (the paper's Eq. 3 for more than one image); higher = more OOD."""
         return self.score_pooled(self._stats(x, batch_size))
 
     def score_pooled(self, stats: ChannelStats) -> float:
@@ -377,6 +455,20 @@ class Detector:
         """Return which layers and channels made the scores of `x` what they are."""
         observation = self._observation(self._stats(x, batch_size))
         return self._explain(observation, score_rows(self.scorer, observation))
+
+    def locate(self, x: Any, *, by_layer: bool = False, batch_size: int = 16) -> Tensor:
+        """Return how much each place of each input adds to its score: (N, H, W) for images, (N, T) for tokens.
+
+        Each watched layer's contribution (see `explain`) is split over the positions of the layer, enlarged to the size of
+        the input and added up. What belongs to no layer (a scorer's `terms`) is not in the maps; what belongs to no place,
+        such as a class token, is spread evenly.
+
+        Args:
+            x: Inputs as for `score`.
+            by_layer: Return the map of each layer, (N, L, H, W); each adds up to that layer's contribution.
+            batch_size: Inputs per forward pass; the activations of all watched layers are kept during a pass.
+        """
+        return locate(self, x, by_layer=by_layer, batch_size=batch_size)
 
     # Where and how the model runs.
 
@@ -433,7 +525,22 @@ class Detector:
         with torch.inference_mode(False):  # as in `fit`
             return from_artefact(cls, Artefact.read(path), model, str(path))
 
-    def _observe_batch(self, batch: Batch, *, name: str = "x", may_exit: bool = False) -> Observed:
+    def _by_group(self, decision: Decision, output: Any, groups: Sequence[object] | None) -> Decision:
+        """Return a decision with the groups of its inputs: those given, or the model's predictions."""
+        if groups is None and self.learnt.grouped_by == PREDICTED:
+            groups = predicted_labels(main_rows(output, len(decision)))
+        if groups is None:
+            return decision  # whoever reads its p-values is told that groups are missing
+        if self.learnt.grouped_by is None:
+            raise InputError(
+                "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
+            )
+        decision.calibration.parts(groups, len(decision))  # raises if there are too few
+        return replace(decision, groups=tuple(map(str, groups)))
+
+    def _observe_batch(
+        self, batch: Batch, *, name: str = "x", may_exit: bool = False, groups: Sequence[object] | None = None
+    ) -> Observed:
         self._weights_guard.check()
         scorer, calibration = self.learnt.scorer, self.learnt.calibration
         run = exits.start_exit_run(self) if may_exit and isinstance(scorer, exits.CascadeScorer) else None
@@ -443,7 +550,11 @@ class Detector:
             return Observed(None, decision, run.scores, None, None, self._explain)
         observation = self._observation(stats)
         scores = score_rows(run or scorer, observation)
-        decision = None if calibration is None else Decision(scores, calibration)
+        # P-values of kinds are computed only if somebody reads them.
+        kinds = None if self.learnt.kinds is None else partial(self.learnt.kinds.p_values, observation)
+        decision = None if calibration is None else Decision(scores, calibration, kinds)
+        if decision is not None and (groups is not None or self.learnt.grouped_by is not None):
+            decision = self._by_group(decision, output, groups)
         return Observed(output, decision, scores, stats, observation.vector, self._explain)
 
     def _observation(self, stats: ChannelStats) -> Observation:
@@ -463,6 +574,9 @@ class Detector:
     def _stats(self, x: Any, batch_size: int) -> ChannelStats:
         self.check_weights()
         return self._observer.observe_all(x, name="x", batch_size=batch_size)
+
+    def _repr_html_(self) -> str:
+        return html.detector_table(self)
 
     def __repr__(self) -> str:
         name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)

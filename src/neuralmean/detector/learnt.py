@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from neuralmean.data.batch import count_rows
 from neuralmean.detector import fitting
-from neuralmean.detector.early_exit import CascadeScorer
+from neuralmean.detector.early_exit import CascadeScorer, full_of
 from neuralmean.detector.fit_rows import FitData, RowStore, gather
+from neuralmean.detector.kinds import Kinds
 from neuralmean.models.layers import Layer
 from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, Observer, PermuteBlocks, RotateSome
 from neuralmean.recording.reference import Reference
@@ -40,6 +41,9 @@ class Learnt:
         profile: What held-out data looks like, for a `Monitor`; None without held-out data.
         head: Name of the layer that gives the logits, where the scorer needs them.
         facts: When the detector was fitted, and on how many examples.
+        grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group;
+            None without groups.
+        kinds: What tells appearance from content; None where no rows were kept to learn it from.
     """
 
     reference: Reference | None
@@ -50,6 +54,8 @@ class Learnt:
     profile: HeldOutProfile | None = None
     head: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    grouped_by: str | None = None
+    kinds: Kinds | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +135,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     scale = data.inliers.moments(reference) if setup.statistic == "both" else None
     if options.early_exit:
         scorer = CascadeScorer.around(scorer, setup.layers, repeated=observer.recorder.repeated)
+    kinds = None
     if streams:
         scores, source = _streamed_scores(data, options)
     else:
@@ -136,10 +143,20 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         scores, source = fitting.fit_and_score_inliers(
             scorer, **parts, rate=options.rate, confidence=options.confidence
         )
+        kinds = _learn_kinds(setup, scorer, parts, options.rate)
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
     calibration = Calibration.of(scores, options.rate, confidence=options.confidence)
-    learnt = Learnt(reference, scorer, calibration, source, scale, head=observer.head, facts=facts)
+    learnt = Learnt(reference, scorer, calibration, source, scale, head=observer.head, facts=facts, kinds=kinds)
     return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
+
+
+def _learn_kinds(setup: FitSetup, scorer: Scorer, parts: dict[str, Any], rate: float) -> Kinds:
+    """Learn appearance and content from the rows of a fit, calibrated on those that the threshold comes from."""
+    inliers = parts["inliers"]
+    # Without other rows the ones learnt from must do: few numbers are learnt of many rows.
+    others = next((rows for name in ("held_out", "rotated") if (rows := parts[name]) is not None), inliers)
+    layers = vector_layers(setup.layers, setup.statistic)
+    return Kinds.learn(full_of(scorer), inliers, others, layers, len(setup.layers), rate)
 
 
 def check_count(data: Any, is_held_out: bool, options: FitOptions) -> None:

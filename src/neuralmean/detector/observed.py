@@ -15,6 +15,14 @@ from neuralmean.scorers import Observation
 from neuralmean.stats.channels import main_tensor
 
 
+def main_rows(output: Any, count: int) -> Tensor | None:
+    """Return the main tensor of a model's output, shape (N, ...), on the CPU; None if it has no row for each input."""
+    main = main_tensor(output)
+    if main is None or main.dim() == 0 or len(main) != count:
+        return None
+    return main.detach().cpu()
+
+
 @dataclass(frozen=True, eq=False)
 class Observed:
     """What one forward pass showed of N inputs.
@@ -48,10 +56,7 @@ class Observed:
     @property
     def main_output(self) -> Tensor | None:
         """The main tensor of the model's output, shape (N, ...), on the CPU; None where it has no row for each input."""
-        main = main_tensor(self.output)
-        if main is None or main.dim() == 0 or len(main) != len(self.score):
-            return None
-        return main.detach().cpu()
+        return main_rows(self.output, len(self.score))
 
     def explain(self, rows: Tensor | slice = slice(None)) -> Explanation | None:
         """Return which layers and channels made the scores what they are, without another pass.
@@ -67,6 +72,11 @@ class Observed:
         with torch.inference_mode(False):
             observation = Observation(self.vectors, self.stats.logits, self.stats.feature)
             return self.explainer(observation[rows], self.score[rows])
+
+    def kind_p_values(self) -> Tensor | None:
+        """Return the p-values of appearance and content, float64 (N, 2), where the detector has learnt them."""
+        found = None if self.decision is None else self.decision.kind_p_values
+        return found() if callable(found) else found
 
     def __len__(self) -> int:
         return len(self.score)

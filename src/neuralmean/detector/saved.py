@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
+from neuralmean.detector.saving import from_artefact
 from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.spec import resolve
@@ -46,27 +50,44 @@ class SavedDetector:
             raise InputError(f"{error} Leave out --freeze.") from error
 
 
-def open_saved(path: str | Path, *, model: str | None = None, weights: str | Path | None = None) -> SavedDetector:
+def open_saved(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    weights: str | Path | None = None,
+    rate: float | None = None,
+    trust_local_code: bool = False,
+) -> SavedDetector:
     """Read a saved detector and build the model that it was fitted on.
 
     Args:
         path: The saved file; its header remembers the model's spec, its weights and the preprocessing.
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
+        rate: False-alarm rate, instead of that of the fit.
+        trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
 
     Raises:
         InputError: The file does not say which model it belongs to, or the model cannot be rebuilt.
         ModelMismatchError: The model could be rebuilt but is not the one of the fit.
     """
-    info = Artefact.read(path).header.get("info")
+    artefact = Artefact.read(path)
+    info = artefact.header.get("info")
     info = info if isinstance(info, dict) else {}
     spec = model or info.get("model")
     if not isinstance(spec, str):
         raise InputError(f"Expected {str(path)!r} to say which model it belongs to, but it does not. Pass the model.")
-    resolved = resolve(spec, weights=_find_weights(Path(path), info, weights), trusted=model is not None)
+    resolved = resolve(
+        spec,
+        weights=_find_weights(Path(path), info, weights),
+        trusted=model is not None,
+        local_code=trust_local_code,
+    )
     raw = info.get("preprocessing")
     preprocessing = Preprocessing.from_json(raw) if isinstance(raw, dict) else resolved.preprocessing
-    return SavedDetector(Detector.load(path, resolved.model), preprocessing)
+    with torch.inference_mode(False):  # as in `fit`
+        detector = from_artefact(Detector, artefact, resolved.model, str(path))
+    return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing)
 
 
 def _find_weights(path: Path, info: dict[str, object], weights: str | Path | None) -> Path | None:
@@ -76,9 +97,10 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     if not isinstance(remembered, str):
         return None
     for candidate in (Path(remembered), path.parent / Path(remembered).name):
-        if candidate.is_file():
-            return candidate
+        with suppress(OSError, ValueError):  # a path that no system can have
+            if candidate.is_file():
+                return candidate
     raise InputError(
-        f"Expected the model's weights at {remembered!r}, as when {str(path)!r} was fitted, but they are not there. "
+        f"Expected the model's weights at {remembered[:200]!r}, as when {str(path)!r} was fitted, but they are not there. "
         "Say where they are with --weights."
     )

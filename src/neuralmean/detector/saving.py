@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from neuralmean import __version__
 from neuralmean.detector import early_exit
 from neuralmean.detector.fitting import GUARANTEES, Source
+from neuralmean.detector.groups import PREDICTED
+from neuralmean.detector.kinds import Kinds
 from neuralmean.detector.learnt import Learnt
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -19,6 +21,7 @@ from neuralmean.models.layers import unwrap
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import Observation, VectorScorer
 from neuralmean.scorers.contract import score_rows
+from neuralmean.scorers.kinds import KindScorer
 from neuralmean.stats.calibration import Calibration, check_rate
 from neuralmean.stats.discrepancy import check_statistic
 from neuralmean.stats.held_out_profile import HeldOutProfile
@@ -27,6 +30,16 @@ from neuralmean.stats.moments import Moments
 if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
 
+_KIND_NAMES = {f"kinds.{name}" for name in (*KindScorer.learnt, "appearance", "content")}
+_FIXED_NAMES = {
+    "calibration.groups",
+    "calibration.scores",
+    "profile.largest",
+    "profile.squares",
+    *(f"{name}.{part}" for name in ("profile", "scale") for part in ("mean", "m2")),
+    "reference.mean",
+    "reference.std",
+}
 _TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -46,15 +59,23 @@ def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Ar
         tensors |= {"profile.squares": profile.squares, "profile.largest": profile.largest}
     for name, moments in kept.items():
         tensors |= {f"{name}.mean": moments.mean, f"{name}.m2": moments.m2}
+    if detector.calibration.group_of is not None:
+        tensors["calibration.groups"] = detector.calibration.group_of
     tensors |= {f"scorer.{name}": tensor for name, tensor in scorer.state().items()}
+    if (kinds := detector.learnt.kinds) is not None:
+        tensors |= {f"kinds.{name}": tensor for name, tensor in kinds.kind_scorer.state().items()}
+        tensors |= {"kinds.appearance": kinds.appearance.scores, "kinds.content": kinds.content.scores}
     header = {
         "calibration": {
             "confidence": detector.calibration.confidence,
             "false_alarm_rate": detector.calibration.false_alarm_rate,
+            "groups": list(detector.calibration.group_names),
+            "grouped_by": detector.learnt.grouped_by,
             "source": detector.learnt.source,
             "threshold": detector.threshold,
         },
         "fingerprint": detector.fingerprint,
+        "settings": detector.settings_digest,
         "fitted": detector.fitted,
         "head": detector.head,
         "info": detector.info if info is None else info,
@@ -99,6 +120,11 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
                 f"Expected the {fitted_class} that {path!r} was fitted on, but its weights differ. "
                 "Load the weights it was fitted with, or fit again."
             )
+        if detector.settings_digest != str(header["settings"]):
+            raise ModelMismatchError(
+                f"Expected the {fitted_class} that {path!r} was fitted on, but its layers have other settings, such as "
+                "strides or epsilons. Build the model as it was, or fit again."
+            )
         detector.adopt(_read_learnt(detector, artefact, scorer, head))
         detector.info = dict(header["info"])
     except ModelMismatchError:
@@ -137,8 +163,13 @@ def _read_learnt(detector: Detector, artefact: Artefact, scorer: VectorScorer, h
         profile=_read_profile(detector, artefact) if "profile" in artefact.header["moments"] else None,
         head=head,
         facts=dict(artefact.header["fitted"]),
+        grouped_by=artefact.header["calibration"]["grouped_by"],
+        kinds=_read_kinds(detector, artefact, scorer, calibration.false_alarm_rate),
     )
     _try_scorer(detector, scorer, head)
+    known = _FIXED_NAMES | {f"scorer.{name}" for name in scorer.state()}
+    if unknown := set(artefact.tensors) - known - (_KIND_NAMES if learnt.kinds is not None else set()):
+        raise ArtefactError(f"nothing has a use for {sorted(unknown)[0][:40]!r}")
     return learnt
 
 
@@ -168,7 +199,37 @@ def _read_calibration(artefact: Artefact) -> tuple[Calibration, Source]:
     is_sorted = scores.is_floating_point() and scores.dim() == 1 and bool((scores.diff() >= 0).all())
     if source not in GUARANTEES or not is_sorted:
         raise ArtefactError("the calibration is not one")
-    return Calibration.of(scores, rate, confidence=header["confidence"]), source
+    names, grouped_by = header["groups"], header["grouped_by"]
+    if not names:
+        if grouped_by is not None:
+            raise ArtefactError("there are no groups to calibrate by")
+        return Calibration.of(scores, rate, confidence=header["confidence"]), source
+    numbers = artefact.tensors["calibration.groups"]
+    is_index = numbers.dtype == torch.int64 and numbers.shape == scores.shape
+    if (
+        grouped_by not in ("given", PREDICTED)
+        or not is_index
+        or not 0 <= int(numbers.min()) <= int(numbers.max()) < len(names)
+    ):
+        raise ArtefactError("the groups are not those of the scores")
+    whole = Calibration.of(scores, rate, confidence=header["confidence"])  # with its checks
+    return Calibration(scores, whole.false_alarm_rate, whole.confidence, tuple(map(str, names)), numbers), source
+
+
+def _read_kinds(detector: Detector, artefact: Artefact, scorer: VectorScorer, rate: float) -> Kinds | None:
+    tensors = {name[6:]: tensor for name, tensor in artefact.tensors.items() if name.startswith("kinds.")}
+    if not tensors:
+        return None
+    own = KindScorer().load_state(tensors)
+    if own.usual_.shape[1] != sum(layer.channels for layer in detector.watched):
+        raise ArtefactError("the kinds are those of other layers")
+    parts = []
+    for name in ("appearance", "content"):
+        scores = tensors[name]
+        if not scores.is_floating_point() or scores.dim() != 1 or bool((scores.diff() < 0).any()):
+            raise ArtefactError(f"the held-out scores of {name} are not sorted numbers")
+        parts.append(Calibration.of(scores, rate))
+    return Kinds(own, early_exit.full_of(scorer), *parts)
 
 
 def _check_exits(detector: Detector, scorer: VectorScorer) -> None:
@@ -181,7 +242,10 @@ def _check_exits(detector: Detector, scorer: VectorScorer) -> None:
 def _try_scorer(detector: Detector, scorer: VectorScorer, head: str | None) -> None:
     """Score zeros, so that a state of the wrong shape is noticed now."""
     logits, feature = None, None
-    if head is not None and isinstance(module := unwrap(detector.model).get_submodule(head), nn.Linear):
+    if head is not None:
+        module = unwrap(detector.model).get_submodule(head)
+        if not isinstance(module, nn.Linear):
+            raise ArtefactError(f"the head {head!r} is no linear layer but a {type(module).__name__}")
         logits, feature = torch.zeros(1, module.out_features), torch.zeros(1, module.in_features)
     score_rows(scorer, Observation(torch.zeros(1, len(detector.channels)), logits, feature))
 

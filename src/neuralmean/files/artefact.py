@@ -1,22 +1,23 @@
 """The saved file: safetensors with a JSON header and a digest over all of it. No pickle, no code.
 
 Reading trusts nothing: sizes are bounded, the digest is checked before anything is used, and whatever is wrong with a
-file is an `ArtefactError` of one sentence.
+file is an `ArtefactError` of one sentence. The reader is our own, because that of safetensors holds a file three times.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
@@ -27,6 +28,7 @@ FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 16 * 2**20
 _KEY = "neuralmean"
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -61,28 +63,25 @@ class Artefact:
         Raises:
             ArtefactError: The file is missing, damaged, truncated, of a newer format or not one of ours.
         """
-        content = _read_bounded(Path(path))
-        header = _read_header(content, str(path))
-        version = header.get("format_version")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise ArtefactError(
-                f"Expected {str(path)!r} to say its format version, but it says {version!r}. It is damaged."
-            )
-        if version > FORMAT_VERSION:
-            raise ArtefactError(
-                f"Expected {str(path)!r} to have format version {FORMAT_VERSION} or older, but it has {version}. "
-                "Upgrade neuralmean to read it."
-            )
+        name = str(path)
         try:
-            # Copied to memory of their own: views into the file's bytes are not aligned as torch's tensors are.
-            tensors = {name: tensor.clone() for name, tensor in load_tensors(content).items()}
-        except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-            raise ArtefactError(
-                f"Expected {str(path)!r} to hold tensors, but they cannot be read ({error}). It is damaged."
-            ) from None
+            with _open_regular(Path(path)) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_BYTES:
+                    raise ArtefactError(
+                        f"Expected {name!r} to be at most {MAX_BYTES >> 20} MiB, but it is larger. It is not a saved detector."
+                    )
+                entries, header, start = _read_header(file, size, name)
+                _check_version(header, name)
+                tensors = _read_tensors(file, entries, size - start, name)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ArtefactError):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise ArtefactError(f"Expected to read a saved detector from {name[:300]!r}, but {reason}.") from None
         if header.get("digest") != _digest({k: v for k, v in header.items() if k != "digest"}, tensors):
             raise ArtefactError(
-                f"Expected {str(path)!r} to match its digest, but it does not: it was damaged or changed. Fit again."
+                f"Expected {name!r} to match its digest, but it does not: it was damaged or changed. Fit again."
             )
         return cls(header, tensors)
 
@@ -91,8 +90,13 @@ def add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     """Add a tensor to a digest: its name, type, shape and values."""
     data = tensor.detach().cpu().contiguous()
     digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
-    flat = data.as_strided((data.numel(),), (1,))  # a single number may have any stride
-    digest.update(flat.view(torch.uint8).numpy().tobytes())
+    digest.update(_bytes(data))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single number may have any stride
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 1.26's stubs do not say so
 
 
 def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -102,42 +106,76 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_bounded(path: Path) -> bytes:
-    try:
-        if path.is_dir():
-            raise ArtefactError(f"Expected {str(path)!r} to be a saved detector, but it is a folder.")
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ArtefactError(
-            f"Expected to read a saved detector from {str(path)!r}, but {error.strerror or error}."
-        ) from None
-    if len(content) > MAX_BYTES:
-        raise ArtefactError(
-            f"Expected {str(path)!r} to be at most {MAX_BYTES >> 20} MiB, but it is larger. It is not a saved detector."
-        )
-    return content
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file to read, without waiting for somebody to write to it as a pipe would."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if file is None:
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        os.close(descriptor)
+        raise ArtefactError(f"Expected {str(path)!r} to be a saved detector, but it is {kind}.")
+    return file
 
 
-def _read_header(content: bytes, path: str) -> dict[str, Any]:
-    """Return our header, after checking that the lengths in the file make sense."""
+def _read_header(file: BinaryIO, size: int, path: str) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Return the entries of the tensors, our header, and where the data begins."""
     broken = f"Expected {path!r} to be a file that `Detector.save` wrote, but it is not one, or it is truncated."
-    if len(content) < 8:
-        raise ArtefactError(broken)
-    length = struct.unpack("<Q", content[:8])[0]
-    if length > min(MAX_HEADER_BYTES, len(content) - 8):
+    first = file.read(8)
+    length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+    if length > min(MAX_HEADER_BYTES, size - 8):
         raise ArtefactError(broken)
     try:
-        entries = json.loads(content[8 : 8 + length])
-        header = json.loads(entries["__metadata__"][_KEY])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        entries = json.loads(file.read(length))
+        header = json.loads(entries.pop("__metadata__")[_KEY])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ArtefactError(broken) from None
-    ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__" and _has_offsets(entry)]
-    if not isinstance(header, dict) or max(ends, default=0) > len(content) - 8 - length:
+    if not isinstance(header, dict):
         raise ArtefactError(broken)
-    return header
+    return entries, header, 8 + length
 
 
-def _has_offsets(entry: Any) -> bool:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(offset, int) for offset in offsets)
+def _check_version(header: dict[str, Any], path: str) -> None:
+    version = header.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ArtefactError(
+            f"Expected {path!r} to say its format version, but it says {str(version)[:40]!r}. It is damaged."
+        )
+    if version > FORMAT_VERSION:
+        raise ArtefactError(
+            f"Expected {path!r} to have format version {FORMAT_VERSION} or older, but it has {version}. "
+            "Upgrade neuralmean to read it."
+        )
+
+
+def _read_tensors(file: BinaryIO, entries: dict[str, Any], size: int, path: str) -> dict[str, Tensor]:
+    """Return the tensors, each read into memory of its own: a file takes no more memory than it is long."""
+    planned = _plan(entries, size)
+    if planned is None:
+        raise ArtefactError(
+            f"Expected {path!r} to hold tensors, but they cannot be read: it is truncated or damaged. Fit again."
+        )
+    tensors = {}
+    for name, dtype, shape in planned:
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        if tensors[name].numel() and file.readinto(_bytes(tensors[name])) != tensors[name].nbytes:  # type: ignore[attr-defined]
+            raise ArtefactError(
+                f"Expected {path!r} to stay as it is while it is read, but it became shorter. Try again."
+            )
+    return tensors
+
+
+def _plan(entries: dict[str, Any], size: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]] | None:
+    """Return name, type and shape of each tensor in the order of the file; None where they do not fill it exactly."""
+    planned, end = [], 0
+    try:
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            is_shape = len(shape) <= 8 and all(type(side) is int and 0 <= side <= MAX_BYTES for side in shape)
+            begin, stop = entry["data_offsets"]
+            if not is_shape or begin != end or stop != end + math.prod(shape) * dtype.itemsize or stop > size:
+                return None
+            planned.append((name, dtype, shape))
+            end = stop
+    except (KeyError, TypeError, ValueError):
+        return None
+    return planned if end == size else None

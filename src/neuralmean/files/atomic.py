@@ -23,6 +23,7 @@ from neuralmean.errors import ArtefactError, InputError
 __all__ = ["DISK_FULL", "check_target", "locked", "remove_leftovers", "write_atomically"]
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_THE_DISK = (*DISK_FULL, errno.EIO)
 
 
 @overload
@@ -70,10 +71,10 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         with _open_special(path, mode) as handle:
             yield handle
         return
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f"{_hidden(target)}{secrets.token_hex(6)}.nmd-tmp")
     # Opened by hand and not by `tempfile`: the process's umask then decides who may read the file, as for any other.
     try:
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f"{_hidden(target)}{secrets.token_hex(6)}.nmd-tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     except OSError as error:
         raise ArtefactError(_explain(path, error)) from error
@@ -88,8 +89,8 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         _replace(temporary, target, path)
     except OSError as error:
         _remove(temporary)
-        # The block may raise an OSError of its own, about another file; only a full disk is surely ours.
-        if error.errno in DISK_FULL:
+        # The block may raise an OSError of its own, about another file or a connection.
+        if error.errno in _OF_THE_DISK and error.filename is None:
             raise ArtefactError(_explain(path, error)) from error
         raise
     except BaseException:
@@ -111,9 +112,13 @@ def _hidden(target: Path) -> str:
 
 
 def _open_descriptor(descriptor: int, mode: Literal["wb", "w"]) -> IO[Any]:
-    if mode == "wb":
-        return os.fdopen(descriptor, "wb")
-    return os.fdopen(descriptor, "w", encoding="utf-8", newline="")
+    try:
+        if mode == "wb":
+            return os.fdopen(descriptor, "wb")
+        return os.fdopen(descriptor, "w", encoding="utf-8", newline="")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _open_special(path: Path, mode: Literal["wb", "w"]) -> IO[Any]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from neuralmean.errors import ArtefactError, InputError
 from neuralmean.files.atomic import DISK_FULL
@@ -40,16 +42,18 @@ class Journal:
     """
 
     def __init__(self, out: Path, run: str, *, resume: bool, refuse_others: bool = False) -> None:
-        if not out.name or out.is_dir():
-            raise ArtefactError(
-                f"Expected {str(out)!r} to be a file to write, but it is a folder. Name a file inside it."
-            )
+        with _told(out):
+            if not out.name or out.is_dir():
+                raise ArtefactError(
+                    f"Expected {str(out)!r} to be a file to write, but it is a folder. Name a file inside it."
+                )
         self.path = out.with_name(out.name + ".partial")
         first = _line("run", run.encode())
         self.start = len(first)
         self._file = _open(self.path)
         try:
-            found = self._file.readline() if resume else b""
+            with _told(self.path):
+                found = self._file.readline() if resume else b""
             if found != first:
                 if refuse_others and found.endswith(b"\n"):
                     raise InputError(
@@ -65,7 +69,7 @@ class Journal:
     def entries(self) -> Iterator[Entry]:
         """Yield every finished part, in order, up to the first line that is not whole."""
         end = self.start
-        with self.path.open("rb") as file:
+        with _told(self.path), self.path.open("rb") as file:
             file.seek(end)
             while line := file.readline():
                 checksum, _, rest = line.rstrip(b"\n").partition(b" ")
@@ -85,27 +89,38 @@ class Journal:
             end = self.start
             for entry in self.entries():
                 end = entry.end
-        self._file.truncate(end)
-        return self._file.seek(end)
+        with _told(self.path):
+            self._file.truncate(end)
+            return self._file.seek(end)
 
     def close(self) -> None:
         """Let go of the file; another run may go on from it."""
-        self._file.close()
+        with _told(self.path):
+            self._file.close()
 
     def remove(self) -> None:
         """Delete it: the result is written."""
         self.close()
-        self.path.unlink(missing_ok=True)
+        with _told(self.path):
+            self.path.unlink(missing_ok=True)
 
     def _write(self, line: bytes) -> None:
-        try:
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:
-            why = "the disk is full" if error.errno in DISK_FULL else f"the system said: {error.strerror or error}"
-            raise ArtefactError(
-                f"Expected to write {str(self.path)!r}, but {why}. What is finished is kept: run it again to go on."
-            ) from error
+        rest = memoryview(line)
+        with _told(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+
+@contextmanager
+def _told(path: Path) -> Generator[None]:
+    """Say in our words what the system says in this block."""
+    try:
+        yield
+    except OSError as error:
+        why = "the disk is full" if error.errno in DISK_FULL else f"the system said: {error.strerror or error}"
+        raise ArtefactError(
+            f"Expected to write {str(path)!r}, but {why}. What is finished is kept: run it again to go on."
+        ) from error
 
 
 def _line(key: str, content: bytes) -> bytes:
@@ -117,24 +132,38 @@ def _checksum(content: bytes) -> bytes:
     return b"%08x" % zlib.crc32(content)
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> FileIO:
     """Open a file to read and write, making it where there is none, and keep others out."""
     try:
-        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     except OSError as error:
         raise ArtefactError(
             f"Expected to write {str(path)!r}, but the system said: {error.strerror or error}. Choose another path."
         ) from error
     try:
+        _lock(descriptor, path)
+        # Without a buffer: what a full disk refused must not be written again, and fail again, when the file is closed.
+        return os.fdopen(descriptor, "r+b", buffering=0)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise ArtefactError(f"Expected to open {str(path)!r}, but the system said: {error.strerror}.") from error
+        raise
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
         import fcntl
     except ImportError:  # Windows: two runs at one file are then the user's business
-        return file
+        return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise ArtefactError(
             f"Expected to be the only run that writes {str(path)!r}, but another one is at it. Wait for it, or choose "
             "another output."
         ) from None
-    return file
+    except OSError as error:
+        raise ArtefactError(
+            f"Expected to lock {str(path)!r}, but the system said: {error.strerror or error}. Choose another disk."
+        ) from error

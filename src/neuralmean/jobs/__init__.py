@@ -5,7 +5,15 @@
 """
 
 from neuralmean.files.journal import Entry, Journal
-from neuralmean.jobs.local import CountedBatches, ScoreFile, Tally, score_images
+from neuralmean.jobs.local import (
+    CountedBatches,
+    LabelledBatches,
+    ScoreFile,
+    Tally,
+    describe_flags,
+    score_images,
+    select_rows,
+)
 from neuralmean.jobs.rows import FORMATS, ScoreRow, format_of, format_rows, write_rows
 
 __all__ = [
@@ -13,11 +21,14 @@ __all__ = [
     "CountedBatches",
     "Entry",
     "Journal",
+    "LabelledBatches",
     "ScoreFile",
     "ScoreRow",
     "Tally",
+    "describe_flags",
     "format_of",
     "format_rows",
     "score_images",
+    "select_rows",
     "write_rows",
 ]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from neuralmean.data.images import ImageBatches, Unreadable
 from neuralmean.data.preprocessing import Preprocessing
@@ -22,6 +25,8 @@ from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
 from neuralmean.files.journal import Entry, Journal
 from neuralmean.jobs.rows import FinishedPart, ScoreRow, write_rows
+from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.false_flags import most_false
 
 
 @dataclass
@@ -33,13 +38,48 @@ class Tally:
     unreadable: int = 0
     skipped: int = 0
     resumed: int = 0
+    p_values: Counter[float] = field(default_factory=Counter)  # of n held-out scores at most n + 1 different ones
 
     def count(self, rows: Iterable[ScoreRow]) -> Iterator[ScoreRow]:
         """Pass rows on and count them."""
         for row in rows:
             self.scored += 1
             self.flagged += row.is_ood
+            self.p_values[row.p_value] += 1
             yield row
+
+
+def select_rows(rows: Callable[[], Iterable[ScoreRow]], fdr: float | None) -> Iterator[ScoreRow]:
+    """Yield rows with `is_ood` for those to look at: on average at most a share `fdr` of them is in-distribution.
+
+    Args:
+        rows: Called twice, for the same rows.
+        fdr: The share; None yields the rows as they are.
+    """
+    if fdr is None:
+        yield from rows()
+        return
+    counts = Counter(row.p_value for row in rows())
+    p_values = np.array(sorted(counts))
+    ranks = np.cumsum([counts[p_value] for p_value in p_values])
+    chosen = np.flatnonzero(p_values * ranks[-1] <= fdr * ranks) if len(ranks) else np.empty(0, np.int64)
+    level = p_values[chosen[-1]] if len(chosen) else -1.0
+    for row in rows():
+        yield row._replace(is_ood=bool(row.p_value <= level))
+
+
+def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float = 0.95) -> str | None:
+    """Say how many of the flagged images are false flags at the most; None where that is unknown or nothing is flagged.
+
+    The bound holds for any choice of the smallest p-values, also one made after looking.
+    """
+    if not tally.flagged or not tally.p_values or calibration.group_of is not None:
+        return None
+    count = len(calibration.scores)
+    ranks = np.array([round(p_value * (count + 1)) for p_value in sorted(tally.p_values)])
+    ranks = np.repeat(ranks, [tally.p_values[p_value] for p_value in sorted(tally.p_values)])
+    most = most_false(ranks, count, int(ranks[tally.flagged - 1]), confidence)
+    return f"at most {most} of these {tally.flagged} flags are false, {100 * confidence:g} % sure"
 
 
 class CountedBatches(ImageBatches):
@@ -47,6 +87,26 @@ class CountedBatches(ImageBatches):
 
     def __len__(self) -> int:
         return (self.count() + self.batch_size - 1) // self.batch_size
+
+
+class LabelledBatches(CountedBatches):
+    """Image batches that note the group of each image as it comes: `labels`, in order, of the latest pass.
+
+    Args:
+        label: Gives the group of an image by its name.
+        arguments: As for `CountedBatches`.
+    """
+
+    def __init__(self, label: Callable[[str], str], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._label = label
+        self.labels: list[str] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.labels.clear()
+        for batch in super().__iter__():
+            self.labels.extend(map(self._label, batch.names))
+            yield batch
 
 
 def score_images(
@@ -59,8 +119,9 @@ def score_images(
     workers: int | None = None,
     on_unreadable: Callable[[Unreadable], None] | None = None,
     skip: Callable[[str], bool] | None = None,
+    label: Callable[[str], str] | None = None,
 ) -> Iterator[list[ScoreRow]]:
-    """Yield the rows of the images that `paths` name, a batch at a time, in order."""
+    """Yield the rows of the images that `paths` name, a batch at a time, in order; `label` gives the group of each."""
     batches = CountedBatches(
         paths, preprocessing, batch_size=batch_size, workers=workers, on_unreadable=on_unreadable, skip=skip
     )
@@ -68,8 +129,9 @@ def score_images(
     for images, names in track(
         batches, description="Scoring", total=lambda: n_all - batches.n_left_out, size=lambda batch: len(batch.names)
     ):
-        decision = detector.predict(images, batch_size=batch_size)
-        columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist()
+        groups = None if label is None else list(map(label, names))
+        decision = detector.predict(images, groups=groups, batch_size=batch_size)
+        columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), decision.kind
         yield [ScoreRow(*row) for row in zip(names, *columns, strict=True)]
     tally.unreadable, tally.skipped = batches.n_unreadable, batches.n_skipped
 
@@ -90,12 +152,18 @@ class ScoreFile:
         key = json.dumps([artefact.header["digest"], settings], sort_keys=True)
         self._run = hashlib.sha256(key.encode()).hexdigest()
 
-    def write(self, batches: Callable[[Callable[[str], bool] | None], Iterable[list[ScoreRow]]], tally: Tally) -> None:
+    def write(
+        self,
+        batches: Callable[[Callable[[str], bool] | None], Iterable[list[ScoreRow]]],
+        tally: Tally,
+        fdr: float | None = None,
+    ) -> None:
         """Score what is not done yet, note each batch as it comes, then write the output.
 
         Args:
             batches: Called with a function that says which names to skip; gives the rows of the others.
             tally: Where to count.
+            fdr: See `select_rows`.
         """
         with closing(Journal(self.out, self._run, resume=self._resume, refuse_others=True)) as journal:
             done = _Done(journal, journal.cut())
@@ -107,7 +175,8 @@ class ScoreFile:
                     "Leave out --resume to start again."
                 )
             tally.resumed = done.count
-            write_rows(self.out, self.kind, tally.count(_finished_rows(journal.entries())))
+            chosen = select_rows(lambda: _finished_rows(journal.entries()), fdr)
+            write_rows(self.out, self.kind, tally.count(chosen))
             journal.remove()
 
 

@@ -25,6 +25,7 @@ class ScoreRow(NamedTuple):
     score: float
     p_value: float
     is_ood: bool
+    kind: str  # see `Decision.kind`
 
 
 class FinishedPart(NamedTuple):
@@ -73,8 +74,8 @@ def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> 
     """Yield the lines of a table, of JSON or of CSV.
 
     Example:
-        >>> list(format_rows("csv", [ScoreRow("a,b.png", 1.5, 0.25, False)]))
-        ['path,score,p_value,is_ood', '"a,b.png",1.5,0.25,false']
+        >>> list(format_rows("csv", [ScoreRow("a,b.png", 1.5, 0.25, False, "typical")]))
+        ['path,score,p_value,is_ood,kind', '"a,b.png",1.5,0.25,false,typical']
     """
     if kind == "json":
         yield from (json.dumps(row._asdict()) for row in rows)
@@ -84,14 +85,20 @@ def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> 
         yield from (_csv_line(row) for row in rows)
     else:
         if header:
-            yield f"{'verdict':<8}{'p-value':>9}{'score':>12}  path"
+            yield f"{'verdict':<8}{'kind':<11}{'p-value':>9}{'score':>12}  path"
         for row in rows:
-            yield f"{'OOD' if row.is_ood else 'ok':<8}{row.p_value:>9.4f}{row.score:>12.4f}  {_as_text(row.path)}"
+            verdict = f"{'OOD' if row.is_ood else 'ok':<8}{row.kind:<11}"
+            yield f"{verdict}{row.p_value:>9.4f}{row.score:>12.4f}  {_as_text(row.path)}"
 
 
 def _as_text(path: str) -> str:
     """The path with bytes that are no text written out, as JSON does: Linux allows any bytes in the name of a file."""
     return path.encode("utf-8", "backslashreplace").decode()
+
+
+def _as_cell(path: str) -> str:
+    """Return a path that no spreadsheet takes for a formula, and that still names the file."""
+    return f"./{path}" if path.startswith(("=", "+", "-", "@", "\t", "\r")) else path
 
 
 def _csv_line(row: ScoreRow) -> str:
@@ -104,14 +111,14 @@ def _csv_line(row: ScoreRow) -> str:
     line = Line()
     # Python before 3.11.9 quotes a line end in a name only if it is one that ends lines here.
     csv.writer(line, lineterminator="\r\n").writerow(
-        [_as_text(row.path), repr(row.score), repr(row.p_value), str(row.is_ood).lower()]
+        [_as_cell(_as_text(row.path)), repr(row.score), repr(row.p_value), str(row.is_ood).lower(), row.kind]
     )
     return line.text.removesuffix("\r\n")
 
 
 def _write_parquet(out: Path, rows: Iterable[ScoreRow]) -> None:
     pyarrow, parquet = _import_parquet()
-    kinds = (pyarrow.string(), pyarrow.float64(), pyarrow.float64(), pyarrow.bool_())
+    kinds = (pyarrow.string(), pyarrow.float64(), pyarrow.float64(), pyarrow.bool_(), pyarrow.string())
     schema = pyarrow.schema(list(zip(ScoreRow._fields, kinds, strict=True)))
     rows = (row._replace(path=_as_text(row.path)) for row in rows)
     with write_atomically(out) as file, parquet.ParquetWriter(file, schema) as writer:

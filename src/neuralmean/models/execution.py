@@ -139,6 +139,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return shared_copy(core) if is_compiled(model) or any(map(_is_compiled_in_place, core.modules())) else model
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SIGNS = {
     "RuntimeError": (
         "channels",
@@ -176,15 +177,27 @@ class translate_input_errors:  # noqa: N801 - as `eval_mode`
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is None or kind.__name__ not in _SIGNS:
+        if kind is None or not (kind.__name__ in _SIGNS or issubclass(kind, InputError)):
             return
-        said = str(error)
+        said, hint = str(error), self._hint()
         if kind.__name__ == "TorchRuntimeError":  # the compiler tells of the whole graph first
             said = said.partition(": got ")[2] or said
-        if not any(sign in said for sign in _SIGNS[kind.__name__]):
+        is_about_input = any(sign in said for sign in _SIGNS.get(kind.__name__, ()))
+        if not (is_about_input or (hint and issubclass(kind, InputError))):
             return
         x, reason = self._batch.first, said.splitlines()[0][:200].rstrip(".")
         raise ModelInputError(
-            f"Expected `{self._name}` to be an input that {type(self._core).__name__} accepts, but got shape "
-            f"{tuple(x.shape)} of {x.dtype}: {reason}."
+            f"Expected `{self._name}` to be an input that {type(self._core).__name__} accepts, but got "
+            f"{'a list of images' if self._batch.images else 'shape'} {tuple(x.shape)} of {x.dtype}: {reason}.{hint}"
         ) from error
+
+    def _hint(self) -> str:
+        """Return what may be wrong with the shape, as a sentence; nothing where that is not known."""
+        if self._batch.images is not None:
+            return " If the model takes images of one size, pass `torch.stack(images)`."
+        for module in self._core.modules():
+            if isinstance(module, _CONVOLUTIONS):
+                n_dims = len(module.kernel_size) + 2
+                is_one = self._batch.first.dim() == n_dims - 1
+                return f" Is it one input without a batch dimension? Pass `{self._name}[None]`." if is_one else ""
+        return ""

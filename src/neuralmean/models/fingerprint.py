@@ -1,4 +1,4 @@
-"""Tells whether a model still has the weights it had."""
+"""Tells whether a model is still the one that it was: its weights, its settings and its code."""
 
 from __future__ import annotations
 
@@ -7,51 +7,124 @@ import operator
 from itertools import chain, compress
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from neuralmean.errors import ModelMismatchError
+from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.files.artefact import add_tensor
 from neuralmean.models.layers import unwrap
 
 _version = operator.attrgetter("_version")
 _values_of = operator.methodcaller("values")  # a scripted module has something else than dicts
+_bytes_of = operator.methodcaller("tobytes")
+
+# Attributes of modules that change what the module computes. The list is fixed so that a saved file can be compared
+# under another version of torch.
+_SETTINGS = (
+    "align_corners",
+    "approximate",
+    "ceil_mode",
+    "count_include_pad",
+    "dilation",
+    "dim",
+    "end_dim",
+    "eps",
+    "groups",
+    "head_dim",
+    "kernel_size",
+    "mode",
+    "negative_slope",
+    "norm_first",
+    "normalized_shape",
+    "num_groups",
+    "num_heads",
+    "output_padding",
+    "output_size",
+    "padding",
+    "padding_mode",
+    "scale",
+    "scale_factor",
+    "start_dim",
+    "stride",
+    "upscale_factor",
+)
+_PLAIN = (bool, int, float, str, type(None))
+_N_PROBES = 8
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of every parameter and buffer of `model`: names, types, shapes and values."""
+    """Return a digest of every parameter and buffer of `model`: names, types, shapes and values.
+
+    Raises:
+        InputError: A model whose weights cannot be read: on the meta device, sparse or quantised.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(unwrap(model).state_dict().items()):
         if isinstance(value, Tensor):
+            _check_readable(name, value)
             add_tensor(digest, name, value)
     return digest.hexdigest()
 
 
-class WeightsGuard:
-    """Notices when the weights of a model change.
+def settings_digest(model: nn.Module) -> str:
+    """Return a digest of the settings of the torch layers in `model`: kinds, strides, padding, epsilons and so on.
 
-    Asking costs microseconds as long as nothing was written to the weights: the digest is taken again only when a
-    tensor was replaced, moved or changed in place. (Writing through `.data` hides a change from torch, and so from us; so
-    does an optimizer with `fused=True` on a model without batch norms.)
+    The classes of other packages do not count, so that code may be moved or renamed; their settings do.
+    """
+    described = [
+        f"{name}:{_kind(module)}:{_settings(module)!r}" for name, module in unwrap(model).named_modules() if name
+    ]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()
+
+
+class WeightsGuard:
+    """Notices when a model is no longer the one that it was.
+
+    A check takes microseconds as long as nothing has changed. It notices tensors that were replaced, moved or written to,
+    modules that were added, removed or replaced, a changed setting (`eps`, `stride` and the like), and a `forward` or a class
+    that was replaced. On the CPU it also compares a few numbers of each tensor, which shows what torch does not count as
+    a write: fused optimizers, numpy, `.data`.
+
+    It cannot notice: such uncounted writes on another device, or to fewer numbers than the probes hit; a forward hook of
+    somebody else; a function that a module calls and that was replaced; settings with names of the user's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._core = unwrap(model)
         self.digest = fingerprint(model)
+        self.settings = settings_digest(model)
         self._remember()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For copies and other processes. A copy looks at the weights once before it takes them for what they were.
-        return WeightsGuard, (self._core,), {"digest": self.digest, "_mark": None}
+        # For copies and other processes. A copy compares the weights once before it relies on them.
+        return WeightsGuard, (self._core,), {"digest": self.digest, "settings": self.settings, "_mark": None}
 
     def check(self) -> None:
-        """Raise if the weights are not what they were."""
+        """Raise `ModelMismatchError` if the model is not the one that it was."""
         found = self._values()
-        if not any(self._empty) and self._are_held(found) and self._mark_of(found) == self._mark:
+        if (
+            not any(self._empty)
+            and self._are_held(found)
+            and self._mark_of(found) == self._mark
+            and b"".join(map(_bytes_of, self._probes)) == self._probed
+            and list(map(len, self._attributes)) == self._lengths
+            and list(map(type, self._modules)) == self._types
+            and [get(own) for get, own in self._getters] == self._settings
+        ):
             return
         if fingerprint(self._core) != self.digest:
             raise ModelMismatchError(
                 "Expected the weights that the detector was made for, but the model's weights have changed since. "
                 "Make a new Detector and `fit` it."
+            )
+        if settings_digest(self._core) != self.settings or (
+            self._mark is not None and _code(self._core) != self._codes
+        ):
+            raise ModelMismatchError(
+                "Expected the layers that the detector was made for, but a layer, its settings or its `forward` have "
+                "changed since. Make a new Detector and `fit` it."
             )
         self._remember()
 
@@ -67,6 +140,17 @@ class WeightsGuard:
         pairs = zip(self._held, self._are_watched, strict=True)
         self._are_counted = [watched and not value.is_inference() for value, watched in pairs]
         self._mark: int | None = self._mark_of(self._held)
+        self._probes = [probe for value in compress(self._held, self._are_watched) if len(probe := _probe(value))]
+        self._probed = b"".join(map(_bytes_of, self._probes))
+        self._remember_code(modules)
+
+    def _remember_code(self, modules: list[nn.Module]) -> None:
+        self._modules, self._attributes = modules, [vars(module) for module in modules]
+        self._lengths, self._types = list(map(len, self._attributes)), list(map(type, modules))
+        named = [(own, tuple(name for name in _SETTINGS if name in own)) for own in self._attributes]
+        self._getters = [(operator.itemgetter(*names), own) for own, names in named if names]
+        self._settings = [get(own) for get, own in self._getters]
+        self._codes = _code(self._core)
 
     # What follows runs with every forward pass, and so without a line of Python for each tensor.
     def _values(self) -> list[Any]:
@@ -82,3 +166,50 @@ class WeightsGuard:
         """Return a number for where the tensors are and how often each was written to."""
         places = map(Tensor.data_ptr, compress(values, self._are_watched))
         return hash((*places, *map(_version, compress(values, self._are_counted))))
+
+
+def _check_readable(name: str, value: Tensor) -> None:
+    if value.is_meta:
+        raise InputError(
+            f"Expected a model with weights, but {name!r} is on the meta device. Load the weights, or move the model with "
+            "`to_empty` and initialise it."
+        )
+    if value.layout != torch.strided or value.is_nested or value.is_quantized:
+        kind = "quantised" if value.is_quantized else "sparse or nested"
+        raise InputError(
+            f"Expected a model with dense weights of floating-point numbers, but {name!r} is {kind}. Make the detector for the "
+            "model as it was before the conversion."
+        )
+
+
+def _probe(value: Tensor) -> np.ndarray[Any, Any]:
+    """Return a view of a few numbers of a tensor on the CPU as bytes; empty for other tensors."""
+    size = value.numel() * value.element_size()
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or not size:
+        return np.empty(0, np.uint8)
+    held = torch.empty(0, dtype=torch.uint8).set_(value.detach().untyped_storage()).numpy()
+    start = value.storage_offset() * value.element_size()
+    rows = held[start : start + size]  # of a tensor with gaps, what its memory begins with
+    rows = rows[: len(rows) // value.element_size() * value.element_size()].reshape(-1, value.element_size())
+    return rows[:: max(1, -(-len(rows) // _N_PROBES))]
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, _BatchNorm):
+        return "BatchNorm"  # synchronised or not: the same in evaluation mode
+    kind = type(module)
+    return kind.__name__ if kind.__module__.startswith("torch.nn.") else ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)
+    return {name: own[name] for name in _SETTINGS if name in own and _is_plain(own[name])}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _code(core: nn.Module) -> list[tuple[Any, Any]]:
+    """Return what runs when each module is called: its class, and its own `forward` where it has one."""
+    return [(type(module), vars(module).get("forward")) for module in core.modules()]

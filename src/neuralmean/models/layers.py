@@ -69,6 +69,10 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
         InputError: A model without any layer that can be watched, or a name of a layer that cannot be.
     """
     core = unwrap(model)
+    if isinstance(core, torch.jit.ScriptModule):
+        raise InputError(
+            "Expected a model that runs layer by layer, but got one that was scripted or traced. Pass the model as it was before."
+        )
     readable = [layer for name, module in core.named_modules() if (layer := _describe(name, module)) is not None]
     if patterns is None:
         return _choose(readable, type(core).__name__)
@@ -109,6 +113,8 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
         raise InputError(
             f"Expected an initialised model, but {name!r} is lazy. Run the model once on real input first."
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # a scripted part calls its layers without hooks
     if isinstance(module, _BatchNorm):
         return Layer(name, "batchnorm", module.num_features)
     if has_running_mean(module):  # frozen batch norms of other libraries

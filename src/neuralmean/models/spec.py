@@ -3,19 +3,22 @@
 A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME` or `bench:NAME`. Nothing
 is ever downloaded and nothing unpickled: weights come from a safetensors file or a torch file with tensors only.
 
-A spec that a saved file brings along is not the user's own word. With `trusted=False` it may name any model of timm,
-torchvision or the benchmark, but of other code only classes derived from `nn.Module` and functions of the user's own
-modules: not the standard library, not this library, not a function of an installed package.
+A spec that a saved file brings along is not the user's own word. With `trusted=False` it may name a model of timm,
+torchvision or the benchmark, or a class derived from `nn.Module` in an installed package, and nothing else: neither the
+standard library, nor this library, nor a function. Modules of the working folder are not even imported, unless the
+user says so (`local_code=True`).
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -29,10 +32,11 @@ from neuralmean.errors import ArtefactError, InputError
 from neuralmean.models.sources import find_source
 from neuralmean.models.weights import Builder, load_weights, read_weights
 
-__all__ = ["ResolvedModel", "resolve"]
+__all__ = ["ResolvedModel", "is_untrained", "resolve"]
 
 PREFIXES = ("timm", "torchvision", "bench")
 FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME` or `bench:NAME`"
+_TRUSTED, _LOCAL, _INSTALLED = "trusted", "local", "installed"
 DEMO = "neuralmean.cli.demo:DigitNet"  # of all that is in this library, what a saved file may name
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -59,24 +63,28 @@ def resolve(
     *,
     weights: str | Path | None = None,
     trusted: bool = True,
+    local_code: bool = False,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     size: tuple[int, int] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> ResolvedModel:
     """Build the model that `spec` names, load its weights, and find out what its images need.
 
     Preprocessing is what the arguments say, else what the metadata of a safetensors file say (`mean`, `std`, `size`), else
-    what timm or torchvision evaluate the model with. Where the weights have another number of classes than a model of
-    timm, torchvision or the benchmark has by itself, the model is built with theirs. A model without weights has random
-    ones, always the same.
+    the `preprocessing` attribute of the callable, or what timm or torchvision evaluate the model with. Where the weights
+    have another number of classes than a model of timm, torchvision or the benchmark has by itself, the model is built
+    with theirs. A model without weights has random ones, always the same.
 
     Args:
         spec: The model; see this module's description.
         weights: A safetensors file, or a torch file with a state dict, bare or under `state_dict`.
         trusted: False for a spec that comes from a file and not from the user.
+        local_code: Whether such a spec may name a class or a function in a module of the working folder.
         mean: Mean of each channel, on a scale of 0 to 1.
         std: Standard deviation of each channel.
         size: Height and width of the model's input.
+        settings: Other fields of `Preprocessing` that are to be set: `crop`, `crop_fraction`, `interpolation`.
 
     Example:
         >>> resolve("torch.nn:Identity").model
@@ -85,7 +93,8 @@ def resolve(
     kind, name = _split(spec)
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
-        build = _builder(kind, name, spec, trusted)  # importing may draw random numbers, but only the first time
+        rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
+        build = _builder(kind, name, spec, rules)  # importing may draw random numbers, but only the first time
         loaded = None if path is None else read_weights(path)
         torch.manual_seed(0)
         model = build(None)
@@ -94,15 +103,32 @@ def resolve(
             expected = f"Expected {str(path)!r} to hold the weights of {spec!r}"
             model = load_weights(model, loaded.tensors, rebuild=build if is_known else None, expected=expected)
     preprocessing = _preprocessing(
-        _own_preprocessing(kind, name, model),
+        _own_preprocessing(kind, name, model, build),
         {} if loaded is None else loaded.metadata,
         mean=mean,
         std=std,
         size=size,
         usual_size=None if (source := find_source(kind)) is None else source.size,
     )
+    if settings:
+        if preprocessing is None:
+            raise InputError(
+                "Expected mean, std and size of the model's images along with how they are cropped. Give them."
+            )
+        preprocessing = replace(preprocessing, **settings)
     model.eval()  # which need not return the model
     return ResolvedModel(model, spec, preprocessing, path)
+
+
+def is_untrained(resolved: ResolvedModel) -> bool:
+    """Whether the model certainly has random weights: nobody gave any, or its batch norms have seen no batch."""
+    if resolved.weights_path is not None:
+        return False
+    kind, _ = _split(resolved.spec)
+    if kind in PREFIXES or find_source(kind) is not None:
+        return True
+    norms = [m for m in resolved.model.modules() if getattr(m, "num_batches_tracked", None) is not None]
+    return bool(norms) and all(int(norm.num_batches_tracked) == 0 for norm in norms)  # type: ignore[arg-type]
 
 
 def _split(spec: str) -> tuple[str, str]:
@@ -116,15 +142,20 @@ def _split(spec: str) -> tuple[str, str]:
     return kind, name
 
 
-def _builder(kind: str, name: str, spec: str, trusted: bool) -> Builder:
+def _builder(kind: str, name: str, spec: str, rules: str) -> Builder:
     if kind == "timm":
         return _timm_builder(name)
     if kind == "torchvision":
         return _torchvision_builder(name)
     if (source := find_source(kind)) is not None:
         return source.builder(name)
-    factory = _find_callable(kind, name, spec, trusted)
-    return lambda classes: _call(factory, spec)
+    factory = _find_callable(kind, name, spec, rules)
+
+    def build(classes: int | None) -> nn.Module:
+        return _call(factory, spec)
+
+    build.preprocessing = getattr(factory, "preprocessing", None)  # type: ignore[attr-defined]
+    return build
 
 
 def _timm_builder(name: str) -> Builder:
@@ -171,12 +202,18 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def _find_callable(module_name: str, name: str, spec: str, trusted: bool) -> Any:
+def _find_callable(module_name: str, name: str, spec: str, rules: str) -> Any:
     if not _DOTTED.fullmatch(module_name) or not _DOTTED.fullmatch(name):
         raise InputError(f"Expected a model as {FORMS}, but got {spec!r}.")
-    if not trusted:
+    if rules != _TRUSTED:
         _refuse_foreign_module(module_name, name, spec)
-    module = _import(module_name, spec)
+    if rules == _INSTALLED and spec != DEMO and not _is_installed(module_name):
+        raise InputError(
+            f"Expected the file to name a model of an installed package, but it names {spec!r}. If the file and the code in this "
+            "folder are yours, name the model with --model, or pass --trust-local-code."
+        )
+    with _without_working_folder() if rules == _INSTALLED else nullcontext():
+        module = _import(module_name, spec, local=rules != _INSTALLED)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -184,8 +221,8 @@ def _find_callable(module_name: str, name: str, spec: str, trusted: bool) -> Any
                 f"Expected {module_name!r} to have {name!r}, but it does not.{_did_you_mean(part, dir(found))}"
             )
         found = getattr(found, part)
-    if not trusted:
-        _refuse_foreign_object(module, found, spec)
+    if rules != _TRUSTED:
+        _refuse_foreign_object(module, found, spec, may_be_function=rules == _LOCAL)
     if not callable(found):
         raise InputError(
             f"Expected {spec!r} to be something that makes a model, but it is of type {type(found).__name__}."
@@ -193,10 +230,10 @@ def _find_callable(module_name: str, name: str, spec: str, trusted: bool) -> Any
     return found
 
 
-def _import(name: str, spec: str) -> ModuleType:
+def _import(name: str, spec: str, *, local: bool) -> ModuleType:
     # Like `python -m`: what lies in the working folder can be named.
     folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
+    if local and folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
@@ -233,9 +270,31 @@ def _refuse_foreign_module(module: str, name: str, spec: str) -> None:
         )
 
 
-def _refuse_foreign_object(module: ModuleType, found: Any, spec: str) -> None:
+def _is_installed(module: str) -> bool:
+    """Whether a module belongs to an installed distribution, found without importing anything."""
+    return module.split(".")[0] in importlib.metadata.packages_distributions()
+
+
+@contextmanager
+def _without_working_folder() -> Generator[None]:
+    """Import nothing from the working folder in this block, where a file may have the name of an installed package."""
+    before = sys.path[:]
+    here = Path.cwd().resolve()
+    sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != here]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _refuse_foreign_object(module: ModuleType, found: Any, spec: str, *, may_be_function: bool) -> None:
     if isinstance(found, type) and issubclass(found, nn.Module):
         return
+    if not may_be_function:
+        raise InputError(
+            f"Expected the file to name a class derived from `nn.Module`, but it names {spec!r}. If you trust it, name the model "
+            "with --model."
+        )
     installed = {"site-packages", "dist-packages"} & set(Path(module.__file__ or "site-packages").parts)
     if not (inspect.isfunction(found) and found.__module__ == module.__name__) or installed:
         raise InputError(
@@ -258,7 +317,12 @@ def _call(factory: Any, spec: str) -> nn.Module:
     return model
 
 
-def _own_preprocessing(kind: str, name: str, model: nn.Module) -> Preprocessing | None:
+def _own_preprocessing(kind: str, name: str, model: nn.Module, build: Builder) -> Preprocessing | None:
+    said = getattr(build, "preprocessing", None)
+    if isinstance(said, Preprocessing):
+        return said
+    if isinstance(said, Mapping):
+        return Preprocessing.from_json(said)
     try:
         if kind == "torchvision":
             return Preprocessing.for_torchvision(name)
@@ -282,7 +346,8 @@ def _preprocessing(
     if mean is None and std is None and size is None:
         return own
     if own is None and (mean is None or std is None):
-        raise InputError("Expected mean and std of the model's images, but got only one of them or a size. Give both.")
+        missing = " and ".join(key for key, value in (("mean", mean), ("std", std)) if value is None)
+        raise InputError(f"Expected mean and std of the model's images, but got no {missing}. Give both.")
     if own is None:
         return Preprocessing(size or usual_size, tuple(mean or ()), tuple(std or ()), channels=len(mean or ()))
     mean, std = tuple(own.mean if mean is None else mean), tuple(own.std if std is None else std)

@@ -1,8 +1,8 @@
-"""`Monitor` watches a stream of decisions and says when the stream as a whole has turned.
+"""`Monitor` watches a stream of decisions and raises an alarm when the stream as a whole has changed.
 
-It keeps counters, a window of the latest items, and two sequential tests whose false-alarm probability over all time is
-bounded together: one on the p-values of single items, one on the paper's batch-level discrepancy of short blocks, which
-sees turns that no single item shows. The mathematics is in `sequential`. Nothing here needs HTTP or an extra.
+It keeps counters, the latest items, and sequential tests whose false-alarm probability over all time is bounded together: of the
+scores of single items, of the paper's batch-level discrepancy of short blocks, which shows changes that no single item does, and
+of repeated inputs. The mathematics is in `stats.sequential`. Nothing here needs HTTP or an extra.
 """
 
 from __future__ import annotations
@@ -11,118 +11,93 @@ import bisect
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neuralmean.detector.decision import Decision
 from neuralmean.detector.detector import Detector
+from neuralmean.detector.kinds import FLAGGED_KINDS
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
 from neuralmean.files.artefact import Artefact
+from neuralmean.monitor.layer_shifts import layer_shifts
 from neuralmean.monitor.state import from_artefact, identity, to_artefact
+from neuralmean.monitor.status import Alarm, Kind, LayerShift, MonitorStatus, Test
+from neuralmean.monitor.stream_tests import BOTH_WEIGHTS, N_REPEATS, ItemTests, RepeatTest
 from neuralmean.scorers import Observation
 from neuralmean.scorers.contract import needs_of, score_rows
+from neuralmean.stats.betting import BETS, WEIGHTS, log_densities
 from neuralmean.stats.calibration import Calibration, check_rate
+from neuralmean.stats.change_point import change_interval
+from neuralmean.stats.correlation import LEVELS, spacing
 from neuralmean.stats.held_out_profile import HeldOutProfile
 from neuralmean.stats.moments import Moments
 from neuralmean.stats.sequential import Evidence, OnlineRanks
 
+Floats = NDArray[np.float64]
+
 BLOCK = 32
+HISTORY = 2048  # items that are remembered one by one
 P_VALUE_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-_N_TESTS = 2
+SHARES = {"items": 0.75, "thinned": 0.1, "blocks": 0.1, "repeats": 0.05}  # of the false-alarm rate
+KINDS = ("typical", *FLAGGED_KINDS)  # of a decision
+N_EXAMPLES = 12
+WARM_UP = 64  # items before anybody can tell how correlated the stream is
+TO_ACCEPT = 100  # items that a new normal needs
 _FEWEST = 128  # held-out examples to compare with
 
 
-@dataclass(frozen=True)
-class LayerShift:
-    """How far the mean activation of a layer has moved.
+class RecentItem(NamedTuple):
+    """What is remembered of one of the latest items."""
 
-    Attributes:
-        layer: Dotted name of the layer.
-        shift: Root mean square over its live channels of the move, in standard deviations of single inputs, less what chance
-            explains.
-        moved: Whether chance is out of the question as an explanation; before there is a profile, only after an alarm.
-    """
-
-    layer: str
-    shift: float
-    moved: bool
-
-
-@dataclass(frozen=True)
-class MonitorStatus:
-    """What a `Monitor` knows at one moment.
-
-    Attributes:
-        n_seen: Items since the beginning.
-        n_ood: Items that were flagged.
-        n_since_reset: Items that the current test has seen.
-        n_window: Items in the window.
-        window_ood_rate: Share of the window that was flagged; None while it is empty.
-        expected_ood_rate: Share that is flagged while all is well.
-        p_value_counts: Items since the beginning by p-value, for each upper edge in `P_VALUE_EDGES`.
-        p_value_sum: Sum of all p-values.
-        drift: Whether the alarm is on; it stays on until `reset`.
-        drift_at: The item (counted from 1) that set it off.
-        drift_by: Which test set it off: `"items"` or `"blocks"`.
-        log10_evidence: The stronger of the two tests, as a power of ten against "nothing has changed".
-        log10_needed: Where the alarm goes off.
-        discrepancy: The paper's batch-level discrepancy of the window; None without vectors.
-        layers: The watched layers, those that moved most first; empty without vectors.
-        n_compared: Items that `layers` is about: the window, or the latest ones of it where these show more clearly what moved.
-        compared_with: What they are compared with.
-    """
-
-    n_seen: int
-    n_ood: int
-    n_since_reset: int
-    n_window: int
-    window_ood_rate: float | None
-    expected_ood_rate: float
-    p_value_counts: tuple[int, ...]
-    p_value_sum: float
-    drift: bool
-    drift_at: int | None
-    drift_by: str | None
-    log10_evidence: float
-    log10_needed: float
-    discrepancy: float | None
-    layers: tuple[LayerShift, ...]
-    n_compared: int
-    compared_with: str
+    score: float
+    online_p_value: float  # among all before it
+    bin: float
+    log_null: float  # logarithm of the bin's probability
+    p_value: float  # among the held-out scores
+    flagged: bool
+    kind: int  # index in `KINDS`
 
 
 class Monitor:
-    r"""Decides whether a stream of inputs has turned away from what the detector was calibrated on.
+    r"""Decides whether a stream of inputs has changed from what the detector was calibrated on.
 
-    The alarm is a sequential test: it may be looked at after every item, for ever, and the probability that it *ever*
-    goes off on a stream that is exchangeable with the held-out data is at most `false_alarm_rate`. Half of that is spent
-    on a test of the items' scores, ranked online among the held-out scores (see `sequential.OnlineRanks`), half on a
-    test of the batch-level discrepancy (Dong et al., CVPR 2022, Eq. 3 and 5 with :math:`|I| = 32`) of blocks of 32
-    items, each ranked among the blocks before it. Channels are put on one scale first, which the paper does not do:
+    The alarm is a sequential test: it may be checked after every item, for ever, and the probability that it *ever* goes off on a
+    stream that is exchangeable with the held-out data is at most `false_alarm_rate`. The tests share that rate (`SHARES`):
 
-    .. math::
-        \sqrt{\frac{1}{D} \sum_c \left( \frac{\mathrm{NMD}_c(I) - \overline{\mathrm{NMD}}_c}{\sigma_c} \right)^2}
+    - items: scores, ranked among the held-out scores and the stream so far, and counted in bins of the held-out scores alone
+    - thinned: the same of one item in 4, 16, ..., 1024, for streams whose neighbours resemble each other. How correlated a stream
+      is, is estimated from its latest 2,048 scores, and a test counts only if its items are far enough apart.
+    - blocks: the batch-level discrepancy (Dong et al., CVPR 2022, Eq. 3 and 5 with :math:`|I| = 32`) of blocks of 32 items, each
+      ranked among the blocks before it. Channels are standardised first, which the paper does not do:
 
-    with mean and standard deviation of the held-out data, or of the stream's first `window` items where the detector has seen
-    fewer than 128 held-out examples.
+      .. math::
+          \sqrt{\frac{1}{D} \sum_c \left( \frac{\mathrm{NMD}_c(I) - \overline{\mathrm{NMD}}_c}{\sigma_c} \right)^2}
+
+      with mean and standard deviation of the held-out data, or of the stream's first `window` items if the detector has seen
+      fewer than 128 held-out examples.
+    - repeats: the same input, at least 10 times in a row.
 
     Args:
         detector: A calibrated detector.
         window: How many of the latest items the window holds; a multiple of 32.
-        false_alarm_rate: Probability of ever raising a false alarm, between two calls of `reset`.
-        seed: Of the random ranks among equal scores.
+        false_alarm_rate: Probability of ever raising a false alarm, between two calls of `reset` or `accept`.
+        every: Of how many neighbouring items one is used; None estimates it, 1 says that items are independent.
+        follow: Drift is followed rather than reported if at most this share of the inputs since the change is flagged; None
+            follows none.
+        seed: Of the random order of equal scores.
 
     Example:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
         >>> images = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        >>> _ = [model(images) for _ in range(50)]  # stands for training
+        >>> _ = [model(images) for _ in range(50)]  # in place of training
         >>> detector = Detector(model, scorer="average").calibrate(images[:100])
         >>> monitor = Monitor(detector)
         >>> monitor.update(detector.predict(images[100:])), monitor.update(detector.predict(images[:20] + 3))
@@ -135,33 +110,51 @@ class Monitor:
         *,
         window: int = 512,
         false_alarm_rate: float = 0.01,
+        every: int | None = None,
+        follow: float | None = None,
         seed: int = 0,
     ) -> None:
         check_rate(false_alarm_rate)
+        if follow is not None:
+            check_rate(follow, "follow")
         if isinstance(window, bool) or not isinstance(window, int) or window < BLOCK or window % BLOCK:
             raise InputError(f"Expected `window` to be a multiple of {BLOCK}, but got {window!r}.")
-        self.detector = detector
-        self.window = window
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= LEVELS[-1]
+        ):
+            raise InputError(f"Expected `every` to be None or a number from 1 to {LEVELS[-1]}, but got {every!r}.")
+        self.detector, self.window, self.every, self.follow, self.seed = detector, window, every, follow, seed
         self.false_alarm_rate = float(false_alarm_rate)
-        self.seed = seed
         self._lock = threading.RLock()
         self._n_seen = self._n_ood = 0
+        self._n_by_kind: dict[str, int] = dict.fromkeys(FLAGGED_KINDS, 0)
         self._p_value_counts = [0] * len(P_VALUE_EDGES)
         self._p_value_sum = 0.0
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=window)  # p-value, flagged
-        self._n_resets = 0
+        self._recent: deque[RecentItem] = deque(maxlen=max(window, HISTORY))
+        self._n_resets = self._n_accepted = self._n_followed = 0
+        self._accepted: Floats | None = None  # scores that were accepted as the new normal
         self._width = len(detector.channels)
-        self._learnt = Moments.empty(self._width)  # of the first items, where the detector has no profile
+        self._learnt = Moments.empty(self._width)  # of the first items, if the detector has no profile
         self._begin_tests()
 
+    @property
+    def block_size(self) -> int:
+        """How many items a block holds."""
+        return BLOCK
+
     def _begin_tests(self) -> None:
-        scores = self._calibration().scores.double().numpy()
-        self._known = self.detector.profile
+        held_out = self._calibration().scores.double().numpy()
+        reference = held_out if self._accepted is None else self._accepted
+        self._known = self.detector.profile if self._accepted is None else None
         self._identity = identity(self.detector)  # as it is now, although it may be calibrated again
-        self._item_ranks = OnlineRanks(scores, seed=self.seed + 2 * self._n_resets)
+        self._items = ItemTests(reference, self.seed + 2 * self._n_resets)
         self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
-        self._item_evidence, self._block_evidence = Evidence(), Evidence()
-        self._drift: tuple[int, str] | None = None
+        self._block_evidence = Evidence(WEIGHTS)
+        self._repeats = RepeatTest(held_out)
+        self._alarm: Alarm | None = None
+        self._following: int | None = None  # the item since which a mild drift is to be followed
+        self._spacing, self._estimated_at = next(level for level in LEVELS if level >= (self.every or 1)), 0
+        self._spaced_from = self._n_seen  # what came before the tests began may have been different
         self._blocks: deque[Moments] = deque()
         self._open = Moments.empty(self._width)
         if self._learnt.count < self.window:
@@ -174,15 +167,21 @@ class Monitor:
 
     @property
     def drift(self) -> bool:
-        """Whether the alarm is on; it stays on until `reset`."""
-        return self._drift is not None
+        """Whether the alarm is on; it stays on until `reset` or `accept`."""
+        return self._alarm is not None
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """The alarm that is on, with its details; None while it is off."""
+        return self._alarm
 
     @property
     def guarantee(self) -> str:
         """What an alarm is worth, in a sentence or two."""
         rate = f"{self.false_alarm_rate:g}"
-        own = f"On a stream like the held-out data the alarm ever goes off with a probability of at most {rate}."
-        if self.detector.calibration_source == "held_out":
+        what = "the held-out data" if self._accepted is None else "the inputs that were accepted as normal"
+        own = f"On a stream like {what} the alarm ever goes off with a probability of at most {rate}."
+        if self.detector.calibration_source == "held_out" or self._accepted is not None:
             return own
         return f"{own} But the held-out data was not: {self.detector.guarantee[0].lower()}{self.detector.guarantee[1:]}"
 
@@ -190,9 +189,9 @@ class Monitor:
         """Take the next items of the stream in and return whether the alarm is on.
 
         Args:
-            decision: What the detector said of them, in order.
-            vectors: Their discrepancy vectors (N, D), as `detector.discrepancy` returns: for the test on blocks and to
-                name the layers that moved. Alone they are scored here, where the scorer needs nothing else.
+            decision: The decision on them, in order.
+            vectors: Their discrepancy vectors (N, D), as `detector.discrepancy` returns them: for the test on blocks and to
+                name the layers that moved. Alone they are scored here, if the scorer needs nothing else.
         """
         vectors = self._check_vectors(vectors)
         if decision is None:
@@ -203,14 +202,112 @@ class Monitor:
         if vectors is not None and len(vectors) != len(scores):
             raise InputError(f"Expected a vector for each of {len(scores)} decisions, but got {len(vectors)}.")
         with self._lock:
-            before = self._n_seen
-            self._count(decision)
-            if len(scores):
-                log_values = self._item_evidence.update(self._item_ranks.p_values(scores))
-                self._sound(log_values, before + 1, "items")
-            if vectors is not None:
-                self._watch_vectors(vectors, before)
+            for first in range(0, len(scores), BLOCK):  # a large batch must not end long after a change in it
+                part = slice(first, first + BLOCK)
+                self._take(decision[part], scores[part], None if vectors is None else vectors[part])
             return self.drift
+
+    def _take(self, decision: Decision, scores: Floats, vectors: Tensor | None) -> None:
+        n_before, n_tested = self._n_seen, self._items.evidence[0].n
+        found, notes = self._items.update(scores)
+        repeats = self._repeats.update(scores, vectors, self._items.ranks)
+        blocks = [] if vectors is None else self._watch_vectors(vectors)
+        self._count(decision, scores, notes)
+        if self._alarm is not None:
+            return
+        over = {
+            "repeats": (n_before, 1, repeats - self._log_needed("repeats")),
+            "items": (n_before, 1, found[0] - self._log_needed("items")),
+        }
+        for level, log_values in zip(LEVELS[1:], found[1:], strict=True):
+            first = n_before + -n_tested % level
+            over[f"every {level}"] = (first, level, log_values - self._log_needed("thinned", len(LEVELS) - 1))
+        over["blocks"] = (n_before + len(scores) - 1, BLOCK, np.array(blocks) - self._log_needed("blocks"))
+        reached = {name: where for name, where in over.items() if (where[2] >= 0).any()}
+        if reached:
+            self._raise(reached)
+        elif self._following is not None:
+            self._follow_up()
+
+    def _raise(self, reached: dict[str, tuple[int, int, Floats]]) -> None:
+        """Raise an alarm unless the stream is too correlated for the tests that ask for one, or the drift is to be followed."""
+        if "repeats" in reached:
+            first, _, excess = reached["repeats"]
+            self._alarm = self._describe("repeats", first + 1 + int(np.flatnonzero(excess >= 0)[0]))
+            return
+        if self._repeats.n_repeats >= N_REPEATS // 2 or (self.every is None and self._n_to_space() < WARM_UP):
+            return  # a frozen camera is about to be noticed, or too little is known of how correlated the stream is
+        self._estimate_spacing()
+        for name, (first, step, excess) in reached.items():
+            if (1 if name == "blocks" else step) < self._spacing:
+                continue
+            place = 0 if name == "blocks" else step * int(np.flatnonzero(excess >= 0)[0])
+            alarm = self._describe("blocks" if name == "blocks" else "items", first + 1 + place)
+            if self.follow is not None and alarm.n_flagged <= self.follow * alarm.n_since:
+                self._following = alarm.since[1] if self._following is None else self._following
+                self._follow_up()
+            else:
+                self._alarm = alarm
+            return
+
+    def _estimate_spacing(self) -> None:
+        if self.every is not None or (self._spacing > 1 and self._n_seen < self._estimated_at + BLOCK):
+            return
+        since, _ = self._change(self._n_seen)
+        scores = np.array([item.score for item in self._recent])[-self._n_to_space() :]
+        self._spacing = spacing(scores, len(scores) - (self._n_seen - since) - 1)
+        self._estimated_at = self._n_seen
+
+    def _n_to_space(self) -> int:
+        """Return how many of the latest items show how correlated the stream is."""
+        return min(len(self._recent), self._n_seen - self._spaced_from)
+
+    def _follow_up(self) -> None:
+        """Take a mild drift as the new normal once there are enough items of it."""
+        count = self._n_seen - (self._following or 0)
+        if count >= TO_ACCEPT:
+            self._n_followed += 1
+            self._accept(count)
+
+    def _describe(self, test: Test, item: int) -> Alarm:
+        since, kind = self._change(item), self._kind(test, item)
+        if test == "repeats":
+            since = (item - self._repeats.n_repeats, item - N_REPEATS)
+        rows = list(islice(self._recent, max(0, len(self._recent) - (self._n_seen - since[1]) - 1), None))
+        rows = rows[: item - since[1] + 1]
+        order = sorted(range(len(rows)), key=lambda row: (rows[row].p_value, -rows[row].score))
+        kinds = [KINDS[row.kind] for row in rows if row.flagged]
+        return Alarm(
+            item=item,
+            test=test,
+            since=(max(1, since[0]), max(1, since[1])),
+            kind=kind,
+            n_since=len(rows),
+            n_flagged=sum(row.flagged for row in rows),
+            strangeness={name: kinds.count(name) for name in KINDS if name in kinds},
+            examples=tuple(since[1] + row for row in order[:N_EXAMPLES]),
+        )
+
+    def _gains(self, item: int) -> Floats:
+        """Return what each bet gained on the items that are remembered and tested, up to `item`."""
+        n_later = self._n_seen - item
+        rows = list(self._recent)[-min(len(self._recent), self._items.evidence[0].n) :]
+        notes = np.array(rows[: len(rows) - n_later], np.float64)[:, 1:4]
+        return self._items.gains(notes)
+
+    def _change(self, item: int) -> tuple[int, int]:
+        """Return the items between which the change may have come."""
+        gains = self._gains(item)
+        first, last = change_interval(gains, BOTH_WEIGHTS)
+        return item - len(gains) + 1 + first, item - len(gains) + 1 + last
+
+    def _kind(self, test: Test, item: int) -> Kind:
+        if test != "items":
+            return "means" if test == "blocks" else "repeats"
+        gains = self._gains(item)
+        best = np.cumsum(gains[::-1], axis=0).max(axis=0) + np.log(BOTH_WEIGHTS)
+        bet = BETS[int(best.argmax()) % len(BETS)]
+        return "too typical" if bet.mirrored else "some inputs" if bet.share < 1 else "most inputs"
 
     def reset(self) -> None:
         """Switch the alarm off and begin the tests anew, with the whole false-alarm rate to spend; counters go on."""
@@ -218,46 +315,98 @@ class Monitor:
             self._n_resets += 1
             self._begin_tests()
 
-    def status(self) -> MonitorStatus:
-        """Return all that is known now."""
+    def accept(self) -> None:
+        """Take the stream as it is now as normal: the items since the change, or the window if there was none.
+
+        The tests begin anew against these items, with a fresh promise. The threshold and the p-values of single inputs stay as
+        they are. `revert` goes back to the held-out data.
+
+        Raises:
+            InputError: There are fewer than 100 such items.
+        """
         with self._lock:
-            flagged = sum(ood for _, ood in self._recent)
+            count = self.window if self._alarm is None else self._n_seen - self._alarm.since[1]
+            count = min(count, len(self._recent))
+            if count < TO_ACCEPT:
+                raise InputError(
+                    f"Expected at least {TO_ACCEPT} items to accept as normal, but got {count}. Wait for more of them."
+                )
+            self._accept(count)
+
+    def _accept(self, count: int) -> None:
+        self._accepted = np.array([item.score for item in self._recent])[-count:]
+        self._learnt = Moments.empty(self._width)
+        self._n_accepted += 1
+        self.reset()
+        self._spaced_from -= count
+
+    def revert(self) -> None:
+        """Compare with the held-out data again after `accept`, with a fresh promise."""
+        with self._lock:
+            self._accepted = None
+            self.reset()
+
+    def status(self) -> MonitorStatus:
+        """Return everything that is known now."""
+        with self._lock:
+            recent, alarm = self._window(), self._alarm
             latest = list(accumulate([self._open, *reversed(self._blocks)]))
             window, profile = latest[-1], self._baseline()
-            log_value = max(self._item_evidence.log_value, self._block_evidence.log_value)
+            log_value, log_needed = self._strongest()
             layers, n_compared = self._compare(latest, profile)
             return MonitorStatus(
                 n_seen=self._n_seen,
                 n_ood=self._n_ood,
-                n_since_reset=self._item_evidence.n,
-                n_window=len(self._recent),
-                window_ood_rate=flagged / len(self._recent) if self._recent else None,
+                n_by_kind=dict(self._n_by_kind),
+                n_since_reset=self._items.evidence[0].n,
+                n_window=len(recent),
+                window_ood_rate=sum(item.flagged for item in recent) / len(recent) if recent else None,
                 expected_ood_rate=self._calibration().false_alarm_rate,
                 p_value_counts=tuple(self._p_value_counts),
                 p_value_sum=self._p_value_sum,
                 drift=self.drift,
-                drift_at=None if self._drift is None else self._drift[0],
-                drift_by=None if self._drift is None else self._drift[1],
+                drift_at=None if alarm is None else alarm.item,
+                drift_by=None if alarm is None else alarm.test,
+                alarm=alarm,
                 log10_evidence=log_value / math.log(10),
-                log10_needed=self._log_needed() / math.log(10),
+                log10_needed=log_needed / math.log(10),
                 discrepancy=window.mean.abs().mean().item() if window.count else None,
                 layers=layers,
                 n_compared=n_compared,
                 compared_with=self._name_of(profile),
+                every=self._spacing,
+                reference="held-out data" if self._accepted is None else f"{len(self._accepted):,} accepted items",
+                n_accepted=self._n_accepted,
+                n_followed=self._n_followed,
             )
+
+    def _strongest(self) -> tuple[float, float]:
+        """Return the logarithm of the evidence of the test that is nearest to an alarm, and what it needs."""
+        items, need = self._items.evidence, self._log_needed
+        values = [(items[0].log_value, need("items")), (self._block_evidence.log_value, need("blocks"))]
+        if self._spacing > 1:
+            thinned = zip(LEVELS[1:], items[1:], strict=True)
+            own = [one.log_value for level, one in thinned if level >= self._spacing]
+            values = [(max(own), need("thinned", len(LEVELS) - 1))]
+        if self._repeats.n_repeats >= N_REPEATS:
+            values.append((self._repeats.evidence.log_value, need("repeats")))
+        return max(values, key=lambda pair: pair[0] - pair[1])
+
+    def _window(self) -> list[RecentItem]:
+        return list(islice(self._recent, max(0, len(self._recent) - self.window), None))
 
     def window_p_values(self) -> list[float]:
         """Return the p-values in the window, oldest first."""
         with self._lock:
-            return [p_value for p_value, _ in self._recent]
+            return [item.p_value for item in self._window()]
 
     def window_flags(self) -> list[bool]:
         """Return which inputs in the window were flagged, oldest first."""
         with self._lock:
-            return [flag for _, flag in self._recent]
+            return [item.flagged for item in self._window()]
 
     def save(self, path: str | Path) -> None:
-        """Write all of the state to a file, whole or not at all."""
+        """Write the whole state to a file, whole or not at all."""
         with self._lock:
             artefact = to_artefact(self)
         artefact.write(path)
@@ -275,25 +424,37 @@ class Monitor:
             )
         try:
             return from_artefact(cls, artefact, detector)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ArtefactError(f"Expected {str(path)!r} to be the state of a monitor, but {error}.") from None
 
-    def _log_needed(self) -> float:
-        return math.log(_N_TESTS / self.false_alarm_rate)
+    @staticmethod
+    def recent_item(values: list[float]) -> RecentItem:
+        """Return an item from the numbers that a state file holds of it."""
+        score, online, place, log_null, p_value, flagged, kind = values
+        item = RecentItem(score, online, place, log_null, p_value, bool(flagged), int(kind))
+        if not 0 <= item.kind < len(KINDS):
+            raise ValueError("an item has an unknown kind")
+        return item
 
-    def _sound(self, log_values: np.ndarray[Any, Any], first_item: int, test: str) -> None:
-        over = np.flatnonzero(log_values >= self._log_needed())
-        if self._drift is None and len(over):
-            self._drift = (first_item + int(over[0]), test)
+    def _log_needed(self, test: str, n_parts: int = 1) -> float:
+        return math.log(n_parts / (SHARES[test] * self.false_alarm_rate))
 
-    def _count(self, decision: Decision) -> None:
+    def _count(self, decision: Decision, scores: Floats, notes: Floats) -> None:
         p_values, flags = decision.p_value.tolist(), decision.is_ood.tolist()
+        kinds = decision.kind
         self._n_seen += len(p_values)
         self._n_ood += sum(flags)
+        for kind in kinds:
+            if kind in self._n_by_kind:
+                self._n_by_kind[kind] += 1
         for p_value in p_values:
             self._p_value_counts[bisect.bisect_left(P_VALUE_EDGES, p_value)] += 1
             self._p_value_sum += p_value
-        self._recent.extend(zip(p_values, flags, strict=True))
+        numbers = [KINDS.index(kind) for kind in kinds]
+        rows = zip(scores.tolist(), notes.tolist(), p_values, flags, numbers, strict=True)
+        self._recent.extend(
+            RecentItem(score, note[0], note[1], note[2], p, flag, kind) for score, note, p, flag, kind in rows
+        )
 
     def _check_vectors(self, vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
@@ -315,16 +476,18 @@ class Monitor:
         calibration, scores = self._calibration(), score_rows(self.detector.scorer, Observation(vectors))
         return Decision(scores, calibration)
 
-    def _watch_vectors(self, vectors: Tensor, before: int) -> None:
-        row = 0
+    def _watch_vectors(self, vectors: Tensor) -> list[float]:
+        """Add vectors to the open block and return the logarithm of the evidence after each block that this completes."""
+        row, found = 0, []
         while row < len(vectors):
             part = vectors[row : row + BLOCK - self._open.count]
             row += len(part)
             self._open = self._open + Moments.of(part)
             if self._open.count == BLOCK:
-                self._close_block(before + row)
+                found += self._close_block()
+        return found
 
-    def _close_block(self, item: int) -> None:
+    def _close_block(self) -> list[float]:
         block, profile = self._open, self._baseline()
         self._open = Moments.empty(len(block.mean))
         self._blocks.append(block)
@@ -332,9 +495,10 @@ class Monitor:
             self._blocks.popleft()
         if profile is None:
             self._learnt = self._learnt + block
-        else:
-            score = profile.shifts(block).mean().sqrt().item()
-            self._sound(self._block_evidence.update(self._block_ranks.p_values([score])), item, "blocks")
+            return []
+        score = profile.shifts(block).mean().sqrt().item()
+        gains = log_densities(self._block_ranks.p_values([score]))
+        return [float(value) for value in self._block_evidence.update(gains)]
 
     def _baseline(self) -> HeldOutProfile | None:
         if self._known is not None and self._known.moments.count >= _FEWEST:
@@ -352,37 +516,17 @@ class Monitor:
         return f"the {profile.moments.count:,} held-out examples"
 
     def _compare(self, latest: list[Moments], profile: HeldOutProfile | None) -> tuple[tuple[LayerShift, ...], int]:
-        """Return how far each layer has moved, the farthest first, and over how many of the latest items that was taken.
-
-        A turn shows in the mean of the window only once much of the window has turned. So the latest block, the latest two
-        and so on are looked at as well, and the part with the clearest move is taken, if there is a clear one.
-
-        Args:
-            latest: Moments of such parts, growing; the window last.
-            profile: What to compare with; None for the training data.
-        """
         window = latest[-1]
         if window.count < 2:
             return (), 0
-        parts = [part for part in latest if part.count >= BLOCK] or [window]
-        certain, off = window.count >= BLOCK, 0.0  # means of fewer are not nearly normal
+        certain = window.count >= BLOCK  # means of fewer are not nearly normal
+        names, parts = self.detector.layers, [part for part in latest if part.count >= BLOCK] or [window]
         if profile is not None:
-            off = 1 / profile.moments.count
-        else:  # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
-            profile = self._bare(replace(window, mean=torch.zeros_like(window.mean)))
-            parts, certain = [window], certain and self.drift
-        noise = torch.tensor([1 / part.count + off for part in parts], dtype=torch.float64)
-        times = profile.layer_shifts(parts) / noise[:, None]  # (parts, layers) of what chance explains
-        over = times / profile.limit(math.log(1000 * times.numel()))  # 0.1 % for all layers and parts together
-        clearest = int(over.amax(dim=1).argmax()) if bool((over > 1).any()) else -1
-        shifts = [
-            LayerShift(name, math.sqrt(max(0.0, ratio - 1) * noise[clearest].item()), certain and excess > 1)
-            for name, ratio, excess in zip(
-                self.detector.layers, times[clearest].tolist(), over[clearest].tolist(), strict=True
-            )
-        ]
-        return tuple(sorted(shifts, key=lambda shift: -shift.shift)), parts[clearest].count
+            return layer_shifts(names, parts, profile, n_reference=profile.moments.count, certain=certain)
+        # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
+        bare = self._bare(replace(window, mean=torch.zeros_like(window.mean)))
+        return layer_shifts(names, [window], bare, n_reference=None, certain=certain and self.drift)
 
     def __repr__(self) -> str:
-        state = f"drift since item {self._drift[0]}" if self._drift is not None else "no drift"
+        state = f"drift since item {self._alarm.item}" if self._alarm is not None else "no drift"
         return f"Monitor({self._n_seen} items, {self._n_ood} OOD, {state})"

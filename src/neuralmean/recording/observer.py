@@ -70,9 +70,10 @@ class PermuteBlocks:
 
     def __call__(self, batch: Batch, name: str) -> Batch:
         """Return the images of `batch` with their blocks permuted."""
-        if batch.kwargs:
+        if batch.kwargs or batch.images is not None:
+            got = "keyword inputs" if batch.kwargs else "images of different sizes"
             raise InputError(
-                f"Expected `{name}` to hold images, to craft OOD examples from, but got keyword inputs. Pass `ood_data`."
+                f"Expected `{name}` to hold images of one size, to craft OOD examples from, but got {got}. Pass `ood_data`."
             )
         return Batch((permute_blocks(batch.first, generator=self._generator), *batch.args[1:]))
 

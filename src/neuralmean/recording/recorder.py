@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from neuralmean.data.batch import Batch, check_input
 from neuralmean.models.execution import Modules, device_of, eval_mode, is_compiled, translate_input_errors
 from neuralmean.models.layers import Layer, unwrap
+from neuralmean.recording.activations import Activations, ActivationSink, Keep
 from neuralmean.recording.exits import Stop
 from neuralmean.recording.hooks import Hooks
 from neuralmean.recording.module import RecordingModule
@@ -78,10 +79,27 @@ class Recorder:
         with translate_input_errors(self._core, batch, name):
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
 
-    def _run(self, batch: Batch, modules: Modules, exits: Exits | None) -> Recording:
+    def keep_activations(self, batch: Batch, keep: Keep, *, name: str = "x") -> Activations:
+        """Run the model eagerly, compiled or not, and return what was recorded with what `keep` makes of the activations.
+
+        Args:
+            batch: The inputs.
+            keep: Called with the index of a watched layer and its activation, which a later layer may overwrite.
+            name: What the caller calls the inputs, for error messages.
+        """
+        modules = self.modules
+        check_input(batch, name, tokens=self.takes_tokens)
+        batch = batch.to(device_of(modules))
+        sink = ActivationSink(self._plan, batch, variance=self.variance, head=self.head, keep=keep)
+        with translate_input_errors(self._core, batch, name):
+            recording = self._run(batch, modules, None, sink)
+        return Activations(recording, sink.kept, batch.mask)
+
+    def _run(self, batch: Batch, modules: Modules, exits: Exits | None, sink: Sink | None = None) -> Recording:
         # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
-        model = self._core if isinstance(self.model, nn.DataParallel) else self.model
-        sink = Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
+        is_core = isinstance(self.model, nn.DataParallel) or sink is not None
+        model = self._core if is_core else self.model
+        sink = sink or Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
         with sink, Hooks(sink.hooks()), eval_mode(modules):
             try:
                 output = model(*batch.args, **batch.kwargs)

@@ -58,7 +58,7 @@ class Sink:
         self._sums_up = False
         if batch is not None:
             first = batch.first
-            self.mask, self.size, self._device = batch.mask, first.shape[0], first.device
+            self.mask, self.size, self._device = batch.mask, len(batch), first.device
             self._sums_up = not variance and self.mask is None
         self.clear()
 

@@ -85,7 +85,9 @@ def histogram(sets: list[Scores], threshold: float) -> Histogram:
     low = min(float(np.quantile(scores, 0.002)) for scores in sets)
     high = max(float(np.quantile(scores, 0.99)) for scores in sets)
     middle = float(np.median(sets[0]))
-    reach = max(abs(threshold - middle), float(sets[0].std()), 1e-9 * max(1.0, abs(threshold)))
+    # Quantiles, not the standard deviation: one ID image with an absurd score would flatten all bars.
+    near, far = np.quantile(sets[0], [0.05, 0.95])
+    reach = max(abs(threshold - middle), float(far - near) / 3.29, 1e-9 * max(1.0, abs(threshold)))
     low, high = (
         max(min(low, threshold - reach), middle - 6 * reach),
         min(max(high, threshold + reach), middle + 12 * reach),

@@ -23,6 +23,7 @@ from neuralmean.files.atomic import check_target, write_atomically
 from neuralmean.report import analysis, describe, plots, svg
 from neuralmean.report.analysis import Comparison, wilson
 from neuralmean.report.gather import Pictured, SetResult, gather
+from neuralmean.report.overlay import overlay_uri
 from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
@@ -97,6 +98,7 @@ def _content(
         "galleries": _galleries(detector, inside, outside, _preprocessing({**detector.info, **info})),
         "sample": min(len(one.sample) for one in (inside, *outside)),
         "batches": analysis.BATCHES,
+        "batches_sentence": describe.batches_sentence(found),
     }
 
 
@@ -225,6 +227,17 @@ def _galleries(
     return found
 
 
+def _map(detector: Detector, picture: Pictured, preprocessing: Preprocessing | None) -> str | None:
+    """Return the image under a map of where its score comes from; None where there is no such map."""
+    if picture.image is None:
+        return None
+    try:
+        found = detector.locate(picture.image.unsqueeze(0))[0]
+    except InputError:  # a scorer that cannot be explained, an input that is no image
+        return None
+    return overlay_uri(picture.image, found, preprocessing, 96)
+
+
 def _card(
     detector: Detector, inside: SetResult, picture: Pictured, preprocessing: Preprocessing | None, index: int
 ) -> dict[str, Any]:
@@ -237,10 +250,12 @@ def _card(
     name = picture.name if picture.name is not None else f"image {picture.row}"
     return {
         "uri": thumbnail(picture, preprocessing),
+        "map": _map(detector, picture, preprocessing),
         "name": name,
         "short": Path(name).name if split_name(name)[1] is None else f"#{split_name(name)[1]}",
         "score": picture.score,
         "p_value": picture.p_value,
+        "kind": picture.kind,
         "is_ood": picture.p_value <= detector.calibrated().level,
         "profile": profile,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from neuralmean import __version__
 from neuralmean.detector.detector import Detector
 from neuralmean.models.layers import unwrap
-from neuralmean.report.analysis import wilson
+from neuralmean.report.analysis import Comparison, wilson
 from neuralmean.report.gather import SetResult
 
 _REFERENCE = {
@@ -27,7 +27,7 @@ _STATISTIC = {
 }
 _CALIBRATION = {
     "held_out": "held-out images",
-    "rotated": "ID images, slightly turned",
+    "rotated": "ID images, slightly rotated",
     "kept_aside": "a part of the ID images kept aside",
     "folds": "the ID images, cross-fitted",
     "all": "all ID images",
@@ -46,6 +46,22 @@ def model_name(detector: Detector) -> str:
     """Return what the model is called: its spec where it is known, else its class."""
     spec = detector.info.get("model")
     return spec if isinstance(spec, str) else type(unwrap(detector.model)).__name__
+
+
+def batches_sentence(found: Sequence[Comparison]) -> str:
+    """Say what judging several images together changes for each set, as the plot shows it."""
+    parts = []
+    for one in found:
+        size = max(one.by_batch)
+        alone, together = one.by_batch[1][0], one.by_batch[size][0]
+        if size == 1:
+            parts.append(f"{one.name} has too few images for batches")
+        elif abs(together - alone) < 0.1:
+            parts.append(f"{one.name} stays at {alone:.1f} %")
+        else:
+            verb = "rises" if together > alone else "falls"
+            parts.append(f"{one.name} {verb} from {alone:.1f} to {together:.1f} % with {size}")
+    return f"AUROC when several images of one source are judged as a batch: {'; '.join(parts)}."
 
 
 def facts(detector: Detector) -> list[Fact]:

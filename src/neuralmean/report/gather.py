@@ -7,6 +7,7 @@ random sample of rows for the plots that need vectors, and the images for the ga
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class Pictured:
     name: str | None
     score: float
     p_value: float
+    kind: str
     image: Tensor | None  # (C, H, W) as the model saw it
     parts: Tensor | None  # (P,) contributions, as `SetResult.parts`
 
@@ -105,7 +107,8 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
                 moments = Moments.of(parts) if moments is None else moments + Moments.of(parts)
             if seen.stats is not None:
                 sample.add(seen.stats, parts)
-            ends.add(found, calibration.p_value(found), names, batch.first, parts)
+            kinds = seen.decision.kind if seen.decision is not None else ["unsure"] * len(found)
+            ends.add(found, calibration.p_value(found), kinds, names, batch.first, parts)
             scores.append(found.double())
     if not scores:
         raise InputError(f"Expected at least one image that can be read in {name!r}, but there is none.")
@@ -183,7 +186,13 @@ class _Ends:
         self._seen = 0
 
     def add(
-        self, scores: Tensor, p_values: Tensor, names: list[str | None], images: Tensor, parts: Tensor | None
+        self,
+        scores: Tensor,
+        p_values: Tensor,
+        kinds: Sequence[str],
+        names: list[str | None],
+        images: Tensor,
+        parts: Tensor | None,
     ) -> None:
         for row, score in enumerate(scores.tolist()):
             for heap, key in ((self._high, score), (self._low, -score)):
@@ -194,6 +203,7 @@ class _Ends:
                     name=names[row],
                     score=score,
                     p_value=p_values[row].item(),
+                    kind=kinds[row],
                     image=images[row].detach().cpu().clone() if images.dim() == 4 else None,
                     parts=None if parts is None else parts[row].clone(),
                 )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from neuralmean.report.stages import Stage, stages_of
+
 
 class Scale(NamedTuple):
     """A line from values to pixels."""
@@ -127,7 +129,7 @@ class Canvas:
     def text(
         self, x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", turn: float = 0, title: str = ""
     ) -> None:
-        """Write text with its profile at `y`, turned by `turn` degrees."""
+        """Write text with its baseline at `y`, rotated by `turn` degrees."""
         turned = f' transform="rotate({_n(turn)} {_n(x)} {_n(y)})"' if turn else ""
         inner = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
@@ -177,15 +179,20 @@ def x_axis(
 
 
 def names_room(names: Sequence[str], room: int = 18) -> float:
-    """Return how many pixels below an axis its turned names take."""
+    """Return how many pixels below an axis its names take."""
+    if stages_of(names):
+        return 48
     longest = max((min(len(name), room) for name in names), default=0)
     return 22 + 5.0 * longest
 
 
 def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequence[str], *, room: int = 18) -> None:
-    """Write names below the places that they belong to, turned, and only as many as there is room for."""
+    """Write names below the places that they belong to: rotated, as many as there is room for, or those of stages."""
     canvas.line(box.left, box.bottom, box.right, box.bottom, "axis")
     if not places:
+        return
+    if stages := stages_of(names):
+        _stages_axis(canvas, box, places, stages)
         return
     gap = (places[-1] - places[0]) / max(len(places) - 1, 1)
     every = max(1, math.ceil(24 / gap)) if gap > 0 else len(places)
@@ -200,6 +207,25 @@ def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequenc
             turn=-50,
             title=names[index],
         )
+
+
+def _stages_axis(canvas: Canvas, box: Box, places: Sequence[float], stages: Sequence[Stage]) -> None:
+    """Separate stages by thin lines and write their names below, in two rows where one is too narrow."""
+    half = (places[-1] - places[0]) / max(len(places) - 1, 1) / 2
+    free = [-math.inf, -math.inf]  # where each row of names ends
+    for stage in stages:
+        left, right = places[stage.start] - half, places[stage.end - 1] + half
+        if stage.start:
+            canvas.line(left, box.top, left, box.bottom + 6, "grid")
+        text = shorten(stage.name, 22)
+        width = 6.6 * len(text)
+        middle = min(max((left + right) / 2, box.left + width / 2), box.right - width / 2)
+        row = next((row for row, end in enumerate(free) if middle - width / 2 > end + 4), None)
+        if row is not None:
+            free[row] = middle + width / 2
+            count = stage.end - stage.start
+            words = f"{stage.name}: {count} {'layer' if count == 1 else 'layers'}"
+            canvas.text(middle, box.bottom + 18 + 16 * row, text, "tick", anchor="middle", title=words)
 
 
 def _n(value: float) -> str:

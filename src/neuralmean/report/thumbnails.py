@@ -27,12 +27,12 @@ def thumbnail(picture: Pictured, preprocessing: Preprocessing | None) -> str | N
     """
     image = _from_file(picture.name)
     if image is None and picture.image is not None:
-        image = _from_tensor(picture.image, preprocessing)
+        image = from_tensor(picture.image, preprocessing)
     if image is None:
         return None
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     # Small images are shown larger, dot by dot: they must keep every dot.
-    return _encode(image, "PNG" if max(image.size) <= 32 else "JPEG")
+    return encode(image, "PNG" if max(image.size) <= 32 else "JPEG")
 
 
 def _from_file(name: str | None) -> Image.Image | None:
@@ -45,7 +45,8 @@ def _from_file(name: str | None) -> Image.Image | None:
         return None
 
 
-def _from_tensor(tensor: Tensor, preprocessing: Preprocessing | None) -> Image.Image | None:
+def from_tensor(tensor: Tensor, preprocessing: Preprocessing | None) -> Image.Image | None:
+    """Return the model's input (C, H, W) as a picture, its normalisation undone where known; None if it is no image."""
     if tensor.dim() != 3 or tensor.shape[0] not in (1, 3) or not tensor.is_floating_point():
         return None
     values = tensor.float()
@@ -58,7 +59,8 @@ def _from_tensor(tensor: Tensor, preprocessing: Preprocessing | None) -> Image.I
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0]) if pixels.shape[2] == 1 else pixels)
 
 
-def _encode(image: Image.Image, kind: str) -> str:
+def encode(image: Image.Image, kind: str) -> str:
+    """Return a picture as a data URI, kind "PNG" or "JPEG"."""
     data = io.BytesIO()
     image.save(data, kind, **({"quality": 82} if kind == "JPEG" else {"optimize": True}))
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"

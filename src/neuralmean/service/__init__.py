@@ -9,6 +9,8 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     workers     passes share the cores: how many at a time, on how many threads
     batching    requests share forward passes: bounded wait, bounded queue
     protocol    the Open Inference Protocol: JSON and binary tensors to arrays and back
+    grpc        the same over gRPC, with the same batching
+    telemetry   OpenTelemetry traces and metrics
     bodies      request bodies with limits: sizes, compression, multipart, images
     live        what the page shows: latest items, flagged thumbnails, the monitor
     metrics     the same for Prometheus
@@ -69,12 +71,16 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
+    rate: float | None = None,
     model: str | None = None,
     weights: str | Path | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
     freeze: bool = False,
+    trust_local_code: bool = False,
     log_format: str = "text",
+    grpc_port: int | None = None,
+    telemetry: bool = False,
     **options: Any,
 ) -> None:
     """Serve a saved detector until SIGTERM or Ctrl+C, then finish what was accepted and return.
@@ -84,13 +90,17 @@ def serve(
         host: Address to listen on; the default can be reached from this machine only.
         port: Port to listen on; 0 takes a free one.
         name: What the model is called in addresses; None takes the file's stem.
+        rate: False-alarm rate to use instead of that of the fit.
         model: Spec of the model, where the file does not say or says it wrongly.
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
         freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
             changes the last digits: see `Detector.freeze`.
+        trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
         log_format: `text` or `json`: how the lines on stderr look.
+        grpc_port: Port for the gRPC form of the protocol; None serves HTTP only. Needs `pip install neuralmean[grpc]`.
+        telemetry: Whether to send OpenTelemetry traces and metrics over OTLP. Needs `pip install neuralmean[otel]`.
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.
     """
     _check_extra()
@@ -104,9 +114,19 @@ def serve(
     settings = Settings.from_options(token=read_token(token, token_file, os.environ), **options)
     if settings.state is not None:
         check_target(settings.state)
-    served = on_own_thread(lambda: load_served(Path(path), name=name, model=model, weights=weights, freeze=freeze))
+    served = on_own_thread(
+        lambda: load_served(
+            Path(path),
+            name=name,
+            rate=rate,
+            model=model,
+            weights=weights,
+            freeze=freeze,
+            trust_local_code=trust_local_code,
+        )
+    )
     app = create_app(served.detector, served.preprocessing, name=served.name, settings=settings)
-    run_server(app, host=host, port=port, log_format=log_format)
+    run_server(app, host=host, port=port, log_format=log_format, grpc_port=grpc_port, telemetry=telemetry)
 
 
 def _check_extra() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from neuralmean import __version__
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
+from neuralmean.detector.kinds import SENTENCES
 from neuralmean.errors import InputError
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.service import schema
@@ -28,7 +29,9 @@ from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, dec
 from neuralmean.service.describe import describe_detector, describe_p_value, describe_reason, layer_profile
 from neuralmean.service.gate import Gate
 from neuralmean.service.handlers import add_handlers, json_answer
+from neuralmean.service.history import N_PICTURES, History, read_alarms, read_picture, read_span
 from neuralmean.service.live import Live
+from neuralmean.service.maps import draw_maps
 from neuralmean.service.metrics import BatcherCollector, MonitorCollector, RequestMetrics
 from neuralmean.service.passes import run_pass
 from neuralmean.service.protocol import (
@@ -58,6 +61,16 @@ _STATIC = {
 }
 
 
+class Companion(Protocol):
+    """Something that starts once the worker runs and stops before it ends."""
+
+    async def start(self) -> None:
+        """Begin."""
+
+    async def stop(self) -> None:
+        """End, once what was accepted is done."""
+
+
 class Service:
     """A detector with all that serves it."""
 
@@ -83,8 +96,10 @@ class Service:
             preprocessing,
             n_flagged=settings.n_flagged if settings.thumbnails else 0,
             state=settings.state,
+            history=_open_history(settings),
         )
         self._decoders: ThreadPoolExecutor | None = None
+        self.companions: list[Companion] = []  # run as long as the worker does: gRPC, telemetry
 
     @asynccontextmanager
     async def running(self, _: Any = None) -> AsyncIterator[None]:
@@ -100,14 +115,22 @@ class Service:
             after=self.live.take,
         )
         saving = asyncio.create_task(self._save_now_and_then())
+        started: list[Companion] = []
         try:
+            for companion in self.companions:
+                await companion.start()
+                started.append(companion)
             yield
         finally:
             saving.cancel()
+            for companion in reversed(started):
+                await companion.stop()
             await asyncio.to_thread(self.batcher.close)
             self.batcher = None
             decoders.shutdown()
             await asyncio.to_thread(self.live.save)
+            if self.live.history is not None:
+                await asyncio.to_thread(self.live.history.close)
 
     def _warm_up(self, n_threads: int) -> list[Runner]:
         """Run the model where the size of its input is known, so that the first request is as fast as the next."""
@@ -181,7 +204,13 @@ class Service:
             self.reader.add(hold, sum(array.nbytes for array in inputs))
             jobs = [Job(preprocessing.normalise(array), explain, watched) for array in inputs]
             answers = await self._run(batcher, request, jobs)
-        return json_answer(self._score_answer(named, answers, explain=explain))
+            answer = self._score_answer(named, answers, explain=explain)
+            if explain:
+                draw = partial(draw_maps, self.detector, [job.inputs for job in jobs], preprocessing)
+                maps = await asyncio.get_running_loop().run_in_executor(self._decoders, draw)
+                for result, uri in zip(answer["results"], maps, strict=False):
+                    result["map"] = uri
+        return json_answer(answer)
 
     async def _decode(self, named: list[NamedBytes], preprocessing: Preprocessing) -> list[NDArray[np.uint8]]:
         """Return the images as one batch, or as one batch each where they differ in size."""
@@ -214,7 +243,11 @@ class Service:
         explanation = answer.shared.explanation
         arrays = answer.shared.arrays
         score, p_value, is_ood = (arrays[key][row].item() for key in ("score", "p_value", "is_ood"))
-        result: dict[str, Any] = {"path": path, "score": score, "p_value": p_value, "is_ood": is_ood}
+        kind = answer.shared.decision.kind[row]
+        result: dict[str, Any] = {"path": path, "score": score, "p_value": p_value, "is_ood": is_ood, "kind": kind}
+        result["kind_sentence"] = SENTENCES[kind]
+        if "output" in arrays and arrays["output"].ndim == 2 and arrays["output"].shape[1] > 1:
+            result["predicted"] = int(arrays["output"][row].argmax())
         if explain and explanation is not None and self.detector.calibration is not None:
             result["sentence"] = describe_p_value(p_value, len(self.detector.calibration.scores))
             result["reason"] = describe_reason(explanation, explained, is_ood=is_ood)
@@ -226,6 +259,7 @@ class Service:
     async def setup(self) -> Response:
         """What the page must know of the detector: in-distribution scores, threshold, what it is worth."""
         own = {"images": self.preprocessing is not None, "thumbnails": self.settings.thumbnails, "version": __version__}
+        own["history"] = self.live.history is not None
         return json_answer({**describe_detector(self.detector, self.name), **own})
 
     async def latest(self, since: int = 0) -> Response:
@@ -243,6 +277,34 @@ class Service:
         """Switch the drift alarm off and begin the test anew."""
         self.live.reset()
         return json_answer({"drift": False})
+
+    async def accept(self) -> Response:
+        """Take the stream as it is now as normal."""
+        await asyncio.to_thread(self.live.accept)
+        return json_answer({"drift": False})
+
+    async def revert(self) -> Response:
+        """Compare the stream with the held-out data again."""
+        self.live.revert()
+        return json_answer({"drift": False})
+
+    async def history(self, span: str = "hours") -> Response:
+        """Inputs, flagged inputs and alarms over a day, a month or half a year (`hours`, `days`, `weeks`), and alarms."""
+        path = self._history()
+        rows = await asyncio.to_thread(read_span, path, span)
+        return json_answer({"span": span, "rows": rows, "alarms": await asyncio.to_thread(read_alarms, path)})
+
+    async def history_picture(self, number: int) -> Response:
+        """A flagged input from the history as PNG."""
+        picture = await asyncio.to_thread(read_picture, self._history(), number)
+        if picture is None:
+            raise Refusal(404, f"Expected a flagged input that is still kept, but number {number} is not.")
+        return Response(picture, media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
+
+    def _history(self) -> Path:
+        if self.live.history is None:
+            raise Refusal(404, "Expected a server that keeps a history. Start it with --history FILE.")
+        return self.live.history.path
 
     def _running(self) -> Batcher:
         if self.batcher is None:
@@ -346,6 +408,10 @@ def _add_routes(app: FastAPI, service: Service, registry: Any) -> None:
     add("/live", service.latest, schema.json_of(schema.LIVE), 400, tags=["Monitor"])
     add("/live/flagged/{number}", service.flagged, {"image/png": {}}, 400, 404, tags=["Monitor"])
     add("/live/reset", service.reset, state, 403, methods=["POST"], tags=["Monitor"])
+    add("/live/accept", service.accept, state, 400, 403, methods=["POST"], tags=["Monitor"])
+    add("/live/revert", service.revert, state, 403, methods=["POST"], tags=["Monitor"])
+    add("/history", service.history, state, 400, 404, tags=["Monitor"])
+    add("/history/pictures/{number}", service.history_picture, {"image/png": {}}, 400, 404, tags=["Monitor"])
     for path, (file, media_type) in _STATIC.items():
         app.add_api_route(path, _static(file, media_type), methods=["GET", "HEAD"], include_in_schema=False)
 
@@ -375,4 +441,14 @@ def _input_shape(preprocessing: Preprocessing | None) -> tuple[int | None, ...] 
 def _open_monitor(detector: Detector, settings: Settings) -> Monitor:
     if settings.state is not None and Path(settings.state).exists():
         return Monitor.load(settings.state, detector)
-    return Monitor(detector, window=settings.window, false_alarm_rate=settings.drift_rate)
+    options: dict[str, Any] = {"every": settings.every, "follow": settings.follow}
+    return Monitor(detector, window=settings.window, false_alarm_rate=settings.drift_rate, **options)
+
+
+def _open_history(settings: Settings) -> History | None:
+    if settings.history is None:
+        return None
+    n_pictures = N_PICTURES if settings.thumbnails else 0
+    return History(
+        settings.history, days=settings.history_days, max_bytes=settings.history_bytes, n_pictures=n_pictures
+    )

@@ -43,28 +43,50 @@ def load_served(
     path: Path,
     *,
     name: str | None = None,
+    rate: float | None = None,
     model: str | None = None,
     weights: str | Path | None = None,
     freeze: bool = False,
+    trust_local_code: bool = False,
 ) -> Served:
     """Read a saved detector and build the model that it belongs to.
 
     Args:
         path: The saved file; its header says how to build the model and prepare images.
         name: What to call it; None takes the file's stem.
+        rate: False-alarm rate, instead of that of the fit.
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
         freeze: Whether to freeze the detector.
+        trust_local_code: Whether the file may name a model in a module of the working folder.
     """
-    opened = open_saved(path, model=model, weights=weights)
+    opened = open_saved(path, model=model, weights=weights, rate=rate, trust_local_code=trust_local_code)
     if freeze:
         opened.freeze()
     return Served(opened.detector, opened.preprocessing, name or path.stem)
 
 
-def run_server(app: FastAPI, *, host: str, port: int, log_format: str = "text") -> None:
-    """Serve until SIGTERM or Ctrl+C; what was accepted by then is answered before this returns."""
+def run_server(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    log_format: str = "text",
+    grpc_port: int | None = None,
+    telemetry: bool = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl+C; what was accepted by then is answered before this returns.
+
+    Args:
+        app: The application.
+        host: Address to listen on.
+        port: Port to listen on.
+        log_format: `text` or `json`.
+        grpc_port: Port for the gRPC form of the protocol; None serves HTTP only.
+        telemetry: Whether to send OpenTelemetry traces and metrics.
+    """
     set_up_logs(log_format)
+    add_companions(app, host=host, grpc_port=grpc_port, telemetry=telemetry)
     listening = _listen(host, port)
     if not is_loopback(host) and app.state.service.settings.token is None:
         log.warning("Anybody who reaches %s can use this server. Set a token, or keep it on 127.0.0.1.", host)
@@ -72,6 +94,21 @@ def run_server(app: FastAPI, *, host: str, port: int, log_format: str = "text") 
     ready = f"Serving {app.state.service.name} on {address(listening)}"
     with listening, _switching(SWITCH_S):
         _server(config, ready).run(sockets=[listening])
+
+
+def add_companions(app: FastAPI, *, host: str, grpc_port: int | None, telemetry: bool) -> None:
+    """Add what runs next to HTTP, in the same event loop: gRPC and telemetry."""
+    service = app.state.service
+    if grpc_port is not None:
+        from neuralmean.service.grpc import GrpcServer
+
+        service.companions.append(GrpcServer(service, host, grpc_port))
+    if telemetry:
+        from neuralmean.service.telemetry import Telemetry, TraceRequests
+
+        sender = Telemetry(lambda: service.live.monitor, lambda: service.batcher)
+        service.companions.append(sender)
+        app.add_middleware(TraceRequests, telemetry=sender)
 
 
 @contextmanager

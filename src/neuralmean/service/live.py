@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import Tensor
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import NeuralMeanError
 from neuralmean.monitor.monitor import Monitor
+from neuralmean.monitor.status import MonitorStatus
+from neuralmean.service.history import History, HistoryRow
 from neuralmean.service.passes import Pass
 
 log = logging.getLogger("neuralmean.service")
 
 N_ITEMS = 400
+TEST_NAMES = {"items": "single inputs", "blocks": "the mean of many", "repeats": "repeats"}
 SIDE = 96
 N_SHOWN_LAYERS = 12
 N_NAMED = 8  # layers in the log
@@ -39,6 +42,8 @@ class Item:
     score: float
     p_value: float
     is_ood: bool
+    kind: str  # see `Decision.kind`
+    predicted: int | None  # class, if the model has classes
 
 
 class Live:
@@ -49,12 +54,20 @@ class Live:
         preprocessing: To turn the model's inputs back into pictures; None shows none.
         n_flagged: How many flagged pictures are kept; 0 keeps none.
         state: Where the monitor's state is written; None nowhere.
+        history: Where decisions and alarms are kept; None nowhere.
     """
 
     def __init__(
-        self, monitor: Monitor, preprocessing: Preprocessing | None, *, n_flagged: int, state: str | Path | None
+        self,
+        monitor: Monitor,
+        preprocessing: Preprocessing | None,
+        *,
+        n_flagged: int,
+        state: str | Path | None,
+        history: History | None = None,
     ) -> None:
         self.monitor = monitor
+        self.history = history
         self._preprocessing = preprocessing
         self._state = state
         self._lock = threading.Lock()
@@ -69,18 +82,29 @@ class Live:
     def take(self, inputs: Tensor, shared: Pass) -> None:
         """Take a batch in; one at a time."""
         was_on = self.monitor.drift
-        if self.monitor.update(shared.decision, vectors=shared.vectors):
-            self._tell_of_alarm(is_new=not was_on)
-        decision, now = shared.decision, time.time()
-        rows = zip(decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), strict=True)
-        items = [Item(self._number + i, now, score, p, ood) for i, (score, p, ood) in enumerate(rows, 1)]
+        is_on = self.monitor.update(shared.decision, vectors=shared.vectors)
+        items = _items_of(shared, self._number, time.time())
         keep = self._flagged.maxlen or 0
         flagged = [(item, row) for row, item in enumerate(items) if item.is_ood][-keep:] if keep else []
+        if is_on and not was_on and keep:
+            flagged = sorted({*flagged, *self._examples_in(items)}, key=lambda pair: pair[1])
         pictures = [(item, picture) for item, row in flagged if (picture := self._picture(inputs[row])) is not None]
         with self._lock:
             self._number += len(items)
             self._items.extend(items)
             self._flagged.extend(pictures)
+        if self.history is not None:
+            rows = [HistoryRow(*astuple(item)) for item in items]
+            self.history.add(rows, [(item.number, _png(picture)) for item, picture in pictures])
+        if is_on:
+            self._tell_of_alarm(is_new=not was_on)
+
+    def _examples_in(self, items: list[Item]) -> list[tuple[Item, int]]:
+        """Return the examples of the alarm that are among these items, which came last, each with its row."""
+        status = self.monitor.status()
+        first = status.n_seen - len(items) + 1
+        rows = [] if status.alarm is None else [number - first for number in status.alarm.examples if number >= first]
+        return [(items[row], row) for row in rows]
 
     def _tell_of_alarm(self, *, is_new: bool) -> None:
         """Log an alarm, and some inputs later, if it was not certain at once, which layers moved."""
@@ -91,12 +115,16 @@ class Live:
         names = ", ".join(moved[:N_NAMED]) + (f" and {len(moved) - N_NAMED} more" if len(moved) > N_NAMED else "")
         if is_new:
             self._drift_time = time.time()
+            self._keep_alarm(status, moved)
             flags = self.monitor.window_flags()
             log.warning(
-                "Drift alarm at input %d, by %s: what comes in no longer looks like what the detector was calibrated on. "
+                "Drift alarm at input %d, by %s, since input %d to %d: what comes in no longer looks like what the detector was "
+                "calibrated on. %s "
                 "Flagged: %s, %s; expected: %.1f %%. Layers that moved: %s.",
                 status.drift_at,
-                "single inputs" if status.drift_by == "items" else "the mean of many",
+                TEST_NAMES[status.drift_by or "items"],
+                *(status.alarm.since if status.alarm else (0, 0)),
+                status.alarm.sentence if status.alarm else "",
                 _share(flags[-N_LATEST:]),
                 _share(flags),
                 100 * status.expected_ood_rate,
@@ -107,11 +135,35 @@ class Live:
         # To be named later, unless nothing moves over a whole window.
         self._n_unnamed = 0 if moved else (status.drift_at or 0) + self.monitor.window - status.n_seen
 
+    def _keep_alarm(self, status: MonitorStatus, moved: list[str]) -> None:
+        """Write an alarm to the history, with what was known of it at once."""
+        if self.history is None or status.alarm is None:
+            return
+        offset = self._number - status.n_seen  # the monitor may have counted on from an earlier run
+        examples = [number + offset for number in status.alarm.examples if number + offset > 0]
+        content = {**asdict(status.alarm), "sentence": status.alarm.sentence, "examples": examples, "layers": moved}
+        self.history.begin_alarm(content)
+
     def reset(self) -> None:
         """Switch the alarm off."""
         self.monitor.reset()
+        self._end_alarm("The drift alarm was reset.")
+
+    def accept(self) -> None:
+        """Take the stream as it is now as normal."""
+        self.monitor.accept()
+        self._end_alarm("The stream as it is now was accepted as normal.")
+
+    def revert(self) -> None:
+        """Compare with the held-out data again."""
+        self.monitor.revert()
+        self._end_alarm("The stream is compared with the held-out data again.")
+
+    def _end_alarm(self, sentence: str) -> None:
         self._drift_time = None
-        log.warning("The drift alarm was reset.")
+        log.warning(sentence)
+        if self.history is not None:
+            self.history.end_alarm()
 
     def _picture(self, row: Tensor) -> NDArray[np.uint8] | None:
         """Return what the model saw as a small picture (H, W, C)."""
@@ -145,21 +197,15 @@ class Live:
                 "window": self.monitor.window,
                 "window_p_value_counts": counts.tolist(),
                 "guarantee": self.monitor.guarantee,
+                "sentence": None if self.monitor.alarm is None else self.monitor.alarm.sentence,
             },
         }
 
     def thumbnail(self, number: int) -> bytes | None:
         """Return the flagged input of this number as PNG; None where it is no longer, or was never, kept."""
-        from PIL import Image
-
         with self._lock:
             found = [picture for item, picture in self._flagged if item.number == number]
-        if not found:
-            return None
-        picture = found[0][:, :, 0] if found[0].shape[2] == 1 else found[0]
-        buffer = io.BytesIO()
-        Image.fromarray(picture).save(buffer, "PNG")
-        return buffer.getvalue()
+        return _png(found[0]) if found else None
 
     def save(self) -> None:
         """Write the monitor's state where there is a file for it and something new in it; a full disk is only logged."""
@@ -177,6 +223,23 @@ class Live:
         """Return how many items and pictures are held."""
         with self._lock:
             return {"items": len(self._items), "flagged": len(self._flagged)}
+
+
+def _items_of(shared: Pass, number: int, now: float) -> list[Item]:
+    """Return the items of a pass, numbered from `number` + 1."""
+    decision, output = shared.decision, shared.output
+    is_classes = output is not None and output.dim() == 2 and output.shape[1] > 1
+    predicted = output.argmax(dim=1).tolist() if output is not None and is_classes else [None] * len(decision)
+    columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), decision.kind, predicted
+    return [Item(number + i, now, *row) for i, row in enumerate(zip(*columns, strict=True), 1)]
+
+
+def _png(picture: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _share(flags: list[bool]) -> str:

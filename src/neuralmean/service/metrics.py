@@ -22,7 +22,10 @@ class MonitorCollector:
         monitor = self._monitor if isinstance(self._monitor, Monitor) else self._monitor()
         status = monitor.status()
         yield CounterMetricFamily("nmd_inputs", "Inputs of the stream that were scored.", value=status.n_seen)
-        yield CounterMetricFamily("nmd_ood", "Inputs that were flagged as out of distribution.", value=status.n_ood)
+        flagged = CounterMetricFamily("nmd_ood", "Inputs that were flagged as out of distribution.", labels=["kind"])
+        for kind, count in status.n_by_kind.items():
+            flagged.add_metric([kind], count)
+        yield flagged
         total, buckets = 0, []
         for edge, count in zip(P_VALUE_EDGES, status.p_value_counts, strict=True):
             total += count

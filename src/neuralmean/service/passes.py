@@ -27,7 +27,7 @@ class Pass:
         """Return what it showed of some of the inputs, without explanations."""
         output = None if self.output is None else self.output[rows]
         vectors = None if self.vectors is None else self.vectors[rows]
-        return Pass(output, Decision(self.decision.score[rows], self.decision.calibration), vectors, None)
+        return Pass(output, self.decision.take(rows), vectors, None)
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:

@@ -1,7 +1,8 @@
 """The Open Inference Protocol (KServe and Triton, version 2): request bodies to arrays, arrays to response bodies.
 
-JSON, and the binary tensor extension: tensors as raw little-endian bytes behind a JSON header whose length a HTTP header
-says. Bytes come from anywhere; whatever is wrong with them is a `Refusal` with status 400. No HTTP framework in here.
+JSON, and the binary tensor extension: raw little-endian tensors after a JSON header, whose length an HTTP header gives.
+`read_raw` reads a tensor for HTTP and gRPC alike. Bytes come from anywhere; whatever is wrong with them is a `Refusal`. No
+HTTP or gRPC framework is imported here.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ class InputSpec:
     def sides(self) -> list[int]:
         """The shape as the protocol writes it: -1 for any length."""
         return [-1] if self.shape is None else [-1, *(-1 if side is None else side for side in self.shape)]
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as a client sent it, not checked yet: little-endian bytes, or numbers in one dimension."""
+
+    name: str
+    datatype: Any
+    shape: Any
+    data: bytes | NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -108,23 +119,38 @@ def _lenient_json(text: bytes) -> Any:
 
 
 def _read_tensor(entry: dict[str, Any], binary: bytes, spec: InputSpec) -> NDArray[np.float32]:
-    if entry.get("name", INPUT) != INPUT:
-        raise Refusal(400, f"Expected the input to be called {INPUT!r}, but got {str(entry['name'])[:40]!r}.")
-    datatype = entry.get("datatype")
-    dtype = _FLOATS.get(datatype) if isinstance(datatype, str) else None
+    shape = entry.get("shape")
+    data = _entry_data(entry, binary)
+    return read_raw(RawTensor(str(entry.get("name", INPUT)), entry.get("datatype"), shape, data), spec)
+
+
+def read_raw(tensor: RawTensor, spec: InputSpec) -> NDArray[np.float32]:
+    """Return a tensor that a client sent as the model's input, shape (N, ...); whatever is wrong is a `Refusal`."""
+    if tensor.name != INPUT:
+        raise Refusal(400, f"Expected the input to be called {INPUT!r}, but got {tensor.name[:40]!r}.")
+    dtype = _FLOATS.get(tensor.datatype) if isinstance(tensor.datatype, str) else None
     if dtype is None:
         raise Refusal(
             400,
-            f"Expected `datatype` to be FP32, FP64 or FP16, prepared as for the model, but got {str(datatype)[:40]!r}. "
-            "Post image files to /score instead.",
+            f"Expected `datatype` to be FP32, FP64 or FP16, prepared as for the model, but got "
+            f"{str(tensor.datatype)[:40]!r}. Post image files to /score instead.",
         )
-    shape = _read_shape(entry.get("shape"), spec)
-    values = _read_values(entry, binary, dtype, math.prod(shape))
+    shape = _read_shape(tensor.shape, spec)
+    n, data = math.prod(shape), tensor.data
+    if isinstance(data, bytes):
+        if len(data) != n * dtype.itemsize:
+            raise Refusal(
+                400,
+                f"Expected {n * dtype.itemsize} bytes of binary data for this shape and datatype, but got {len(data)}.",
+            )
+        data = np.frombuffer(data, dtype)
+    if len(data) != n:
+        raise Refusal(400, f"Expected `data` to hold {n} numbers for this shape, but got {len(data)}.")
     with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused below
-        tensor = values.astype(np.float32).reshape(shape)
-    if not np.isfinite(tensor).all():
+        values = data.astype(np.float32).reshape(shape)
+    if not np.isfinite(values).all():
         raise Refusal(400, "Expected finite numbers in `data`, but got NaN or Inf, or numbers too large for FP32.")
-    return tensor
+    return values
 
 
 def _read_shape(shape: Any, spec: InputSpec) -> tuple[int, ...]:
@@ -138,35 +164,30 @@ def _read_shape(shape: Any, spec: InputSpec) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _read_values(entry: dict[str, Any], binary: bytes, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+def _entry_data(entry: dict[str, Any], binary: bytes) -> bytes | NDArray[Any]:
     parameters = entry.get("parameters")
     size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
     if size is None:
         if binary:
             raise Refusal(400, "Expected `binary_data_size` among the input's parameters, as bytes follow the JSON.")
-        return _json_values(entry.get("data"), n)
-    expected = n * dtype.itemsize
-    if size != expected or isinstance(size, bool) or len(binary) != expected:
+        return _json_values(entry.get("data"))
+    if size != len(binary) or isinstance(size, bool):
         raise Refusal(
-            400,
-            f"Expected {expected} bytes of binary data for this shape and datatype, but the request says "
-            f"{str(size)[:40]} and brings {len(binary)}.",
+            400, f"Expected {str(size)[:40]} bytes of binary data, as the request says, but it brings {len(binary)}."
         )
-    return np.frombuffer(binary, dtype)
+    return binary
 
 
-def _json_values(data: Any, n: int) -> NDArray[Any]:
+def _json_values(data: Any) -> NDArray[Any]:
     if not isinstance(data, list):
         raise Refusal(400, f"Expected `data` to be a list of numbers, but got {_kind(data)}.")
-    # Looked at before numpy does: of a few long strings it would make an array of gigabytes.
+    # Checked before numpy sees it: numpy would make an array of gigabytes of a few long strings.
     while data and isinstance(data[0], list):
         if any(not isinstance(part, list) or len(part) != len(data[0]) for part in data):
             raise Refusal(400, "Expected `data` to be a flat or evenly nested list of numbers, but it is ragged.")
         data = list(chain.from_iterable(data))
     if not set(map(type, data)) <= {int, float}:
         raise Refusal(400, "Expected `data` to hold nothing but numbers, but it holds something else.")
-    if len(data) != n:
-        raise Refusal(400, f"Expected `data` to hold {n} numbers for this shape, but got {len(data)}.")
     values = np.array(data)
     if values.dtype.kind not in "iuf":
         raise Refusal(400, "Expected `data` to hold nothing but numbers of at most 64 bits, but one is larger.")
@@ -203,9 +224,9 @@ def encode_infer(request: InferRequest, arrays: dict[str, NDArray[Any]], model: 
         if name not in arrays:
             continue  # a model whose output is no tensor
         array = arrays[name]
-        entry: dict[str, Any] = {"name": name, "datatype": _NAMES[array.dtype], "shape": list(array.shape)}
+        entry: dict[str, Any] = {"name": name, "datatype": datatype_of(array), "shape": list(array.shape)}
         if as_binary:
-            data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+            data = little_endian(array)
             entry["parameters"] = {"binary_data_size": len(data)}
             binary.append(data)
         else:
@@ -216,6 +237,16 @@ def encode_infer(request: InferRequest, arrays: dict[str, NDArray[Any]], model: 
         answer["id"] = request.id
     header = json.dumps(answer).encode()
     return header + b"".join(binary), len(header) if binary else None
+
+
+def datatype_of(array: NDArray[Any]) -> str:
+    """Return what the protocol calls the type of an array."""
+    return _NAMES[array.dtype]
+
+
+def little_endian(array: NDArray[Any]) -> bytes:
+    """Return the bytes of an array as the protocol writes them."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
 def model_metadata(model: str, spec: InputSpec, output_shape: Sequence[int] | None) -> dict[str, Any]:

@@ -54,11 +54,14 @@ SCORE_RESPONSE = _object(
     false_alarm_rate=_NUMBER,
     results=_array(
         _object(
-            ["path", "score", "p_value", "is_ood"],
+            ["path", "score", "p_value", "is_ood", "kind"],
             path=_TEXT,
             score=_NUMBER,
             p_value=_NUMBER,
             is_ood=_FLAG,
+            predicted=_INTEGER,
+            kind=_TEXT,
+            kind_sentence=_TEXT,
             sentence=_TEXT,
             reason=_TEXT,
             layers=_array(
@@ -66,6 +69,10 @@ SCORE_RESPONSE = _object(
             ),
             terms={"type": "object", "additionalProperties": _NUMBER},
             exact=_FLAG,
+            map={
+                "type": ["string", "null"],
+                "description": "A JPEG data URI: the image, yellow where its score comes from.",
+            },
         )
     ),
 )

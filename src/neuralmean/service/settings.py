@@ -73,6 +73,11 @@ class Settings:
         n_flagged: How many of them are kept.
         window: Length of the monitor's window.
         drift_rate: Probability of ever raising a false drift alarm.
+        every: Of how many neighbouring inputs the monitor uses one; None estimates it.
+        follow: Drift is followed rather than reported if at most this share of the inputs since the change is flagged.
+        history: File in which decisions and alarms are kept; None keeps none.
+        history_days: How long they are kept.
+        history_bytes: How large the file may become, about.
         state: File that keeps the monitor's state; None forgets it at the end.
         state_every_s: How often it is written.
         bounds: What a connection may cost; `serve` keeps to it, another ASGI server has bounds of its own.
@@ -91,6 +96,11 @@ class Settings:
     n_flagged: int = 24
     window: int = 512
     drift_rate: float = 0.01
+    every: int | None = None
+    follow: float | None = None
+    history: str | Path | None = None
+    history_days: float = 90.0
+    history_bytes: int = 2 * 2**30
     state: str | Path | None = None
     state_every_s: float = 30.0
     bounds: Bounds = Bounds()

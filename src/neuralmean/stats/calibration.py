@@ -7,6 +7,8 @@ is flagged with probability at most the rate asked for, whatever the model and t
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuralmean.errors import CalibrationError, InputError
+from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
 
 MAX_SCORES = 10_000
 
@@ -37,15 +39,29 @@ class Calibration:
         scores: Sorted scores of held-out in-distribution inputs, shape (n,).
         false_alarm_rate: The rate asked for.
         confidence: Probability over the draw of the held-out set with which the rate holds; None for on average.
+        group_names: Names of the groups for each of which the rate holds; empty if it holds over all inputs.
+        group_of: Index in `group_names` of each score, (n,); None without groups.
     """
 
     scores: Tensor
     false_alarm_rate: float
     confidence: float | None = None
+    group_names: tuple[str, ...] = ()
+    group_of: Tensor | None = None
 
     @classmethod
-    def of(cls, scores: Tensor, false_alarm_rate: float, *, confidence: float | None = None) -> Calibration:
+    def of(
+        cls,
+        scores: Tensor,
+        false_alarm_rate: float,
+        *,
+        confidence: float | None = None,
+        groups: Sequence[object] | None = None,
+    ) -> Calibration:
         """Calibrate on the scores of held-out in-distribution inputs, shape (n,), in any order.
+
+        With `groups`, a label for each score, the rate holds for each group on its own. Groups with fewer examples than the rate
+        needs are pooled, with a warning that names them; if even the pool has too few, all scores stand for it.
 
         More than 10,000 scores are thinned to a random (seeded) 10,000, or as many as the rate needs: small in a file, and a
         random part of an exchangeable whole keeps the guarantee.
@@ -58,10 +74,84 @@ class Calibration:
         if not torch.isfinite(scores).all():
             raise InputError("Expected finite scores to calibrate on, but got NaN or Inf. Check the held-out data.")
         needed = check_enough(len(scores), false_alarm_rate, confidence)
-        most = max(MAX_SCORES, needed)
+        scores, most = scores.detach().cpu(), max(MAX_SCORES, needed)
+        if groups is not None:
+            return cls._of_groups(scores, [str(label) for label in groups], float(false_alarm_rate), confidence, most)
         if len(scores) > most:
             scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:most]]
-        return cls(scores.detach().cpu().sort().values, float(false_alarm_rate), confidence)
+        return cls(scores.sort().values, float(false_alarm_rate), confidence)
+
+    @classmethod
+    def _of_groups(
+        cls, scores: Tensor, labels: list[str], rate: float, confidence: float | None, most: int
+    ) -> Calibration:
+        if len(labels) != len(scores):
+            raise InputError(f"Expected a group for each of {len(scores)} held-out examples, but got {len(labels)}.")
+        names = tuple(sorted(set(labels)))
+        numbers = {name: number for number, name in enumerate(names)}
+        group_of = torch.tensor([numbers[label] for label in labels])
+        order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))
+        kept = torch.cat([order[group_of[order] == number][:most] for number in range(len(names))])
+        by_score = kept[scores[kept].argsort()]
+        calibration = cls(scores[by_score], rate, confidence, names, group_of[by_score])
+        calibration.warn_of_pool()
+        return calibration
+
+    @cached_property
+    def groups(self) -> dict[str, Calibration]:
+        """The calibration of each group that has enough examples of its own."""
+        if self.group_of is None:
+            return {}
+        needed = examples_needed(self.false_alarm_rate, self.confidence)
+        parts = {name: self.scores[self.group_of == number] for number, name in enumerate(self.group_names)}
+        return {
+            name: Calibration(part, self.false_alarm_rate, self.confidence)
+            for name, part in parts.items()
+            if len(part) >= needed
+        }
+
+    @cached_property
+    def pooled(self) -> tuple[str, ...]:
+        """Names of the groups with too few examples, which share one calibration."""
+        return tuple(name for name in self.group_names if name not in self.groups)
+
+    @cached_property
+    def pool(self) -> Calibration:
+        """The calibration of the pooled groups, and of groups that were not there when it was made."""
+        if self.group_of is None:
+            return self
+        numbers = torch.tensor([self.group_names.index(name) for name in self.pooled], dtype=torch.int64)
+        scores = self.scores[torch.isin(self.group_of, numbers)]
+        enough = len(scores) >= examples_needed(self.false_alarm_rate, self.confidence)
+        return Calibration(scores if enough else self.scores, self.false_alarm_rate, self.confidence)
+
+    def warn_of_pool(self) -> None:
+        """Warn if some groups have too few examples for a threshold of their own."""
+        if self.pooled:
+            names = ", ".join(repr(name) for name in self.pooled[:10])
+            more = f" and {len(self.pooled) - 10} more" if len(self.pooled) > 10 else ""
+            warnings.warn(
+                f"{len(self.pooled)} of {len(self.group_names)} groups have fewer than "
+                f"{examples_needed(self.false_alarm_rate, self.confidence)} held-out examples and are pooled: {names}{more}. "
+                "The false-alarm rate holds for them together, not for each.",
+                CalibrationWarning,
+                stacklevel=4,
+            )
+
+    def parts(self, groups: Sequence[object] | None, count: int) -> list[tuple[Tensor, Calibration]]:
+        """Return which rows, as indices, each calibration is for, given the groups of `count` inputs."""
+        if self.group_of is None:
+            return [(torch.arange(count), self)]
+        if groups is None:
+            raise InputError(
+                "Expected `groups`, a label for each input, as the detector was calibrated by group. Pass them."
+            )
+        if len(groups) != count:
+            raise InputError(f"Expected a group for each of {count} inputs, but got {len(groups)}.")
+        rows: dict[str | None, list[int]] = {}
+        for row, label in enumerate(groups):
+            rows.setdefault(str(label) if str(label) in self.groups else None, []).append(row)
+        return [(torch.tensor(found), self.pool if name is None else self.groups[name]) for name, found in rows.items()]
 
     @cached_property
     def level(self) -> float:

@@ -1,8 +1,8 @@
-"""The mathematics of a sequential test on a stream: exact online ranks, and evidence that may be looked at any time.
+"""The mathematics of a sequential test on a stream: exact online ranks, and evidence that may be checked at any time.
 
 `OnlineRanks` turns scores into p-values that are independent and uniform as long as the stream is exchangeable with the
-scores it starts from, although that set is small and never changes. `Evidence` bets on those p-values. Numbers in,
-numbers out: nothing here knows what a model, a window or a file is.
+scores it starts from. `FixedBins` counts scores in bins that the first scores cut and that never change. `Evidence` bets on both:
+see `betting`. Numbers in, numbers out: nothing here knows what a model, a window or a file is.
 """
 
 from __future__ import annotations
@@ -67,10 +67,28 @@ class OnlineRanks:
         return self._n_kept + self._n_counted
 
     def p_values(self, scores: Sequence[float] | Floats) -> Floats:
-        """Rank the next scores of the stream one after the other, and remember them: small means larger than most."""
+        """Rank the next scores of the stream one after the other and remember them: small means larger than most."""
+        return self.rank(scores)[0]
+
+    def rank(self, scores: Sequence[float] | Floats) -> tuple[Floats, Floats]:
+        """Return p-values as `p_values` does, and the random numbers that order equal scores, each of shape (N,)."""
         values = np.asarray(scores, np.float64)
-        draws = self._random.random((len(values), 2)).tolist()
-        return np.array([self._next(score, *pair) for score, pair in zip(values.tolist(), draws, strict=True)])
+        draws = self._random.random((len(values), 2))
+        found = [self._next(score, *pair) for score, pair in zip(values.tolist(), draws.tolist(), strict=True)]
+        return np.array(found), draws[:, 0]
+
+    def ordered(self) -> tuple[Floats, Floats]:
+        """Return the kept scores in order, and the random numbers that order equal ones."""
+        return self._scores[: self._n_kept].copy(), self._ties[: self._n_kept].copy()
+
+    def count_near(self, score: float, tolerance: float) -> int:
+        """Return how many of the scores so far lie within `tolerance` of a score; more, if they are not all kept."""
+        kept = self._scores[: self._n_kept]
+        low, high = (
+            int(kept.searchsorted(score - tolerance, "left")),
+            int(kept.searchsorted(score + tolerance, "right")),
+        )
+        return high - low + (int(self._counts[low : high + 1].sum()) if self._n_counted else 0)
 
     def _next(self, score: float, tie: float, within: float) -> float:
         n_kept = self._n_kept
@@ -118,32 +136,70 @@ class OnlineRanks:
         return ranks
 
 
-# What the p-values of a shifted stream may look like. Powers k p^(k - 1): everything has moved a little or a lot (with
-# the mirror image for streams that look too typical, such as a camera that froze). Steps: a share of the items lies in
-# the smallest p-values and the rest is as before.
-POWERS = (0.2, 0.4, 0.7)
-MIRRORED = (0.3, 0.6)
-STEPS = tuple((share, width) for share in (0.03, 0.15) for width in (0.0005, 0.003, 0.02))
+class FixedBins:
+    r"""Counts of a stream in bins between the scores it starts from: a reference that a change cannot contaminate.
+
+    A bin that holds :math:`m_b` of the n + 1 intervals between the first n scores and :math:`c_b` of the t scores since then
+    holds the next one with probability :math:`(m_b + c_b) / (n + 1 + t)`, if all are exchangeable (a Pólya urn). What is
+    expected after a change is set by the first n scores alone. With a growing reference, in contrast, each strange score makes
+    the next one look less strange.
+
+    Args:
+        scores: The n first scores, in order.
+        ties: Numbers that order equal scores, (n,).
+    """
+
+    def __init__(self, scores: Floats, ties: Floats) -> None:
+        places = _bin_places(len(scores))
+        self._edges, self._ties = scores[places], ties[places]
+        self.counts = np.zeros(len(places) + 1, np.int64)
+        self._masses = np.diff(places + 1, prepend=0, append=len(scores) + 1)
+        # The upper and the lower end of each bin as a p-value; the lowest scores, in bin 0, have the largest.
+        self.p_edges: Floats = 1 - np.concatenate([[0.0], np.cumsum(self._masses) / (len(scores) + 1)])
+
+    def add(self, scores: Floats, ties: Floats) -> tuple[NDArray[np.int64], Floats]:
+        """Count the next scores and return their bins and the logarithms of the bins' probabilities, each of shape (N,)."""
+        low, high = self._edges.searchsorted(scores, "left"), self._edges.searchsorted(scores, "right")
+        bins = np.array(
+            [a + int(self._ties[a:b].searchsorted(tie)) for a, b, tie in zip(low, high, ties, strict=True)], np.int64
+        )
+        total, log_null = int(self._masses.sum() + self.counts.sum()), np.empty(len(bins))
+        for row, place in enumerate(bins):
+            log_null[row] = math.log((self._masses[place] + self.counts[place]) / (total + row))
+            self.counts[place] += 1
+        return bins, log_null
+
+
+def _bin_places(count: int) -> NDArray[np.int64]:
+    """Return at which of `count` ordered scores bins end: narrow ones for high scores, and some narrow ones for low."""
+    from_top = np.unique(np.rint(np.geomspace(1, count, 3 * count.bit_length())).astype(np.int64))
+    from_bottom = np.unique(np.rint(np.geomspace(max(1, count // 50), count, 8)).astype(np.int64)) - 1
+    places: NDArray[np.int64] = np.unique(np.concatenate([count - from_top, from_bottom]))
+    return places
 
 
 class Evidence:
-    r"""How strongly a stream of p-values speaks against being uniform, safe to look at after every item.
+    r"""How strongly a stream speaks against "nothing has changed", safe to look at after every item.
 
-    A gambler starts with 1 and bets on each p-value before seeing it. If the p-values are independent and uniform no
-    bet is favourable, and by Ville's inequality the capital *ever* reaches :math:`1 / \alpha` with probability at most
-    :math:`\alpha`, over all time. The capital is spread over the betting densities :math:`f_k` above and over the time
-    s at which the stream may turn:
+    A gambler starts with 1 and bets on each item before seeing it. While nothing has changed no bet is favourable, and by
+    Ville's inequality the capital *ever* reaches :math:`1 / \alpha` with probability at most :math:`\alpha`, over all time. The
+    capital is spread over K bets with shares :math:`v_k` and over the time s at which the stream may change:
 
     .. math::
-        M_t = T(t) + \frac{1}{K} \sum_k \sum_{s \le t} w_s \prod_{i=s}^{t} f_k(p_i), \qquad
-        T(t) = \frac{1}{1 + \ln(1 + t)}, \quad w_s = T(s - 1) - T(s)
+        M_t = T(t) + \sum_k v_k \sum_{s \le t} w_s \prod_{i=s}^{t} f_k(i), \qquad
+        T(t) = (1 + \ln(1 + t))^{-1/2}, \quad w_s = T(s - 1) - T(s)
 
-    so a long quiet time costs little: about :math:`\ln(t \ln^2 t)` of the logarithm, whenever the turn comes.
+    so a long quiet time costs little: about :math:`\ln t + \tfrac32 \ln\ln t` of the logarithm, whenever the change comes.
+    Averages of such processes are such processes, so bets against a growing and against a fixed reference share one capital.
+
+    Args:
+        shares: The shares :math:`v_k`, positive numbers that sum to 1, (K,).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Floats) -> None:
         self.n = 0
-        self._log_bets = np.full(len(POWERS) + len(MIRRORED) + len(STEPS), -math.inf)
+        self._log_shares = np.log(shares)
+        self._log_bets = np.full(len(shares), -math.inf)
         self.log_peak = 0.0
 
     @property
@@ -151,25 +207,23 @@ class Evidence:
         """Natural logarithm of the capital."""
         return float(self._log_values(self._log_bets[None], np.array([self.n]))[0])
 
-    def update(self, p_values: Sequence[float] | Floats) -> Floats:
-        """Take the next p-values in and return the logarithm of the capital after each, shape (N,)."""
-        gains = log_densities(np.asarray(p_values, np.float64))
-        times = self.n + np.arange(len(gains) + 1)
-        reserve = 1 / (1 + np.log1p(times))
+    def update(self, log_gains: Floats) -> Floats:
+        """Return the logarithm of the capital after each of the next items, (N,), given the gain of each bet, (N, K)."""
+        times = self.n + np.arange(len(log_gains) + 1)
+        reserve = (1 + np.log1p(times)) ** -0.5
         log_weights = np.log(reserve[:-1] - reserve[1:])
-        bets = np.empty_like(gains)
-        for row, (log_weight, gain) in enumerate(zip(log_weights, gains, strict=True)):
+        bets = np.empty_like(log_gains)
+        for row, (log_weight, gain) in enumerate(zip(log_weights, log_gains, strict=True)):
             self._log_bets = np.logaddexp(self._log_bets, log_weight) + gain
             bets[row] = self._log_bets
-        self.n += len(gains)
+        self.n += len(log_gains)
         log_values = self._log_values(bets, times[1:])
         self.log_peak = max([self.log_peak, *log_values.tolist()])
         return log_values
 
-    @staticmethod
-    def _log_values(log_bets: Floats, times: NDArray[np.int64]) -> Floats:
-        log_reserve = -np.log1p(np.log1p(times))
-        bets: Floats = np.logaddexp.reduce(log_bets, axis=1) - math.log(log_bets.shape[1])
+    def _log_values(self, log_bets: Floats, times: NDArray[np.int64]) -> Floats:
+        log_reserve = -0.5 * np.log1p(np.log1p(times))
+        bets: Floats = np.logaddexp.reduce(log_bets + self._log_shares, axis=1)
         values: Floats = np.logaddexp(log_reserve, bets)
         return values
 
@@ -178,40 +232,19 @@ class Evidence:
         return {"n": self.n, "log_peak": self.log_peak, "log_bets": self._log_bets.tolist() if self.n else None}
 
     @classmethod
-    def restore(cls, values: dict[str, Any]) -> Evidence:
-        """Return the evidence as it was at `state`, bit for bit."""
-        evidence = cls()
+    def restore(cls, values: dict[str, Any], shares: Floats) -> Evidence:
+        """Return the evidence as it was at `state`, bit for bit.
+
+        Raises:
+            ValueError: Values that no `state` could have returned.
+        """
+        evidence = cls(shares)
         evidence.n, evidence.log_peak = int(values["n"]), float(values["log_peak"])
+        if not 0 <= evidence.n < 2**53 or not math.isfinite(evidence.log_peak):
+            raise ValueError("the evidence is out of range")
         if values["log_bets"] is not None:
             bets = np.array(values["log_bets"], np.float64)
             if bets.shape != evidence._log_bets.shape or not np.isfinite(bets).all():
                 raise ValueError("the evidence is not that of this version")
             evidence._log_bets = bets
         return evidence
-
-
-_POWERS = np.array(POWERS)
-_MIRRORED = np.array(MIRRORED)
-_SHARES, _WIDTHS = (np.array(column) for column in zip(*STEPS, strict=True))
-_SMALLEST = 1e-12  # a p-value of 0 cannot come, but a rounded one must not bet infinity
-
-
-def log_densities(p_values: Floats) -> Floats:
-    """Return the logarithm of each of K betting densities at p-values (N,), shape (N, K).
-
-    Every density integrates to 1 over (0, 1).
-
-    Example:
-        >>> np.exp(log_densities(np.array([0.5]))).round(2)[0, :3]
-        array([0.35, 0.61, 0.86])
-    """
-    p = p_values[:, None]
-    log_p, log_q = np.log(np.maximum(p, _SMALLEST)), np.log(np.maximum(1 - p, _SMALLEST))
-    return np.concatenate(
-        [
-            np.log(_POWERS) + (_POWERS - 1) * log_p,
-            np.log(_MIRRORED) + (_MIRRORED - 1) * log_q,
-            np.log(1 - _SHARES + np.where(p <= _WIDTHS, _SHARES / _WIDTHS, 0.0)),
-        ],
-        axis=1,
-    )

@@ -1,12 +1,15 @@
-"""Every method that is measured, behind one interface, found by name.
+"""Every method that is measured, by name; all share one interface.
 
 A method is one file with one subclass of `Method`; `_makers` below lists them all, in the order of tables.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from neuralmean.bench.baselines.acet import Acet
 from neuralmean.bench.baselines.ash import Ash
@@ -22,9 +25,12 @@ from neuralmean.bench.baselines.good import Good
 from neuralmean.bench.baselines.gram import Gram
 from neuralmean.bench.baselines.knn import Knn
 from neuralmean.bench.baselines.mahalanobis import Mahalanobis, MahalanobisId
+from neuralmean.bench.baselines.mds import MdsPlus, RmdsPlus
 from neuralmean.bench.baselines.measure import Cost
 from neuralmean.bench.baselines.msp import Msp
 from neuralmean.bench.baselines.nac import Nac
+from neuralmean.bench.baselines.nci import Nci
+from neuralmean.bench.baselines.nnguide import NnGuide
 from neuralmean.bench.baselines.odin import Odin
 from neuralmean.bench.baselines.oe import OutlierExposure
 from neuralmean.bench.baselines.one_d import OneDimensional
@@ -33,11 +39,12 @@ from neuralmean.bench.baselines.react import React
 from neuralmean.bench.baselines.rmds import Rmds
 from neuralmean.bench.baselines.scale import Scale
 from neuralmean.bench.baselines.scntk import Scntk
+from neuralmean.bench.baselines.she import She
 from neuralmean.bench.baselines.vim import Vim
 from neuralmean.bench.models.registry import suggestion
 from neuralmean.errors import InputError
 
-__all__ = ["Context", "Cost", "Method", "NeuralMean", "Read", "View", "make", "names", "resolve"]
+__all__ = ["Context", "Cost", "DeepKernel", "Method", "NeuralMean", "Read", "View", "make", "names", "resolve"]
 
 
 def _makers() -> dict[str, Callable[[], Method]]:
@@ -46,7 +53,23 @@ def _makers() -> dict[str, Callable[[], Method]]:
     for scorer in ("mlp", "logistic"):
         if scorer in known:
             own += [partial(NeuralMean, scorer, statistic="variance"), partial(NeuralMean, scorer, statistic="both")]
-    from_features = (Knn, Vim, React, Ash, Scale, Rmds, Gen, Fdbd, Nac, DeepKernel)
+    from_features = (
+        Knn,
+        Vim,
+        React,
+        Ash,
+        Scale,
+        Rmds,
+        MdsPlus,
+        RmdsPlus,
+        Gen,
+        Fdbd,
+        Nci,
+        NnGuide,
+        She,
+        Nac,
+        DeepKernel,
+    )
     from_images = (Odin, Mahalanobis, MahalanobisId, Gram, Cntk, Scntk)
     fine_tuned = (OutlierExposure, EnergyFineTuned, GeneralizedOdin, OneDimensional, Acet, Good)
     return {maker().name: maker for maker in (Msp, Energy, *from_images, *fine_tuned, *from_features, *own)}
@@ -60,6 +83,9 @@ def names() -> list[str]:
 def make(name: str) -> Method:
     """Return a new method.
 
+    Args:
+        name: One of `names()`, or `package.module:Class` for a subclass of `Method` of the user's own.
+
     Raises:
         InputError: No such method.
 
@@ -67,6 +93,8 @@ def make(name: str) -> Method:
         >>> make("msp").title
         'MSP'
     """
+    if ":" in name:
+        return _own_class(name)()
     makers = _makers()
     if name not in makers:
         raise InputError(f"Expected the name of a method, but got {name!r}. {suggestion(name, makers)}")
@@ -77,15 +105,38 @@ def resolve(wanted: list[str] | None, offered: list[str] | tuple[str, ...]) -> l
     """Return which of the methods that an experiment offers are to run.
 
     Args:
-        wanted: Names, or None for all. `"quick"` stands for all whose fit takes seconds, without fine-tuning.
+        wanted: Names, or None for all. `"quick"` means all whose fit takes seconds, without fine-tuning. A method of the
+            user's own, `package.module:Class`, is added to what any experiment offers.
         offered: What the experiment can use, in the order of its table; names of methods that are not there yet are
             left out.
     """
     there = [name for name in offered if name in _makers()]
     if wanted is None:
         return there
-    chosen = {name for name in wanted if name != "quick"}
+    chosen = [name for name in wanted if name != "quick"]
     for name in chosen:
         make(name)
     quick = [name for name in there if not make(name).heavy and not make(name).fine_tunes] if "quick" in wanted else []
-    return [name for name in there if name in chosen or name in quick]
+    own = [name for name in dict.fromkeys(chosen) if ":" in name]
+    return [*(name for name in there if name in chosen or name in quick), *own]
+
+
+def _own_class(spec: str) -> type[Method]:
+    """Return the class that `package.module:Class` names."""
+    module_name, _, name = spec.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # like `python -m`: modules in the working folder can be named
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise InputError(
+            f"Expected to import {module_name!r} for the method {spec!r}, but got {type(error).__name__}: {error}. "
+            "Install the package, or run this in the folder that holds it."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise InputError(
+            f"Expected {spec!r} to be a subclass of `neuralmean.bench.baselines.Method`, but it is "
+            f"{'missing' if found is None else repr(found)}."
+        )
+    return found

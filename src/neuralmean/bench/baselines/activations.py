@@ -22,7 +22,7 @@ AT_LEAST = 4  # stages of a model whose activations keep one resolution througho
 
 
 class Stop(Exception):  # noqa: N818  # not an error: ends a pass of which the rest is not needed
-    """Raised inside a forward pass once all that was asked for is there."""
+    """Raised inside a forward pass once every requested activation has been captured."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def capturing(
     Args:
         model: The model; gradients are recorded or not as the caller has set them.
         places: Where to look, as `stages` gives them.
-        stop: Whether a pass ends as soon as everything is there.
+        stop: Whether a pass ends as soon as every activation has been captured.
     """
     wanted = {place: number for number, place in enumerate(places)}
     core = unwrap(model)

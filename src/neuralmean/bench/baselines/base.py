@@ -2,7 +2,7 @@
 
 A method says what it reads of a set; it sees sets through `View`s that refuse everything else, so that what a method
 needs is true by construction. Channel means, logits and features come from one cached forward pass per image; a method
-that needs gradients or other passes gets the model and the pixels. Measuring and caching are not a method's business.
+that needs gradients or other passes gets the model and the pixels. Methods neither measure nor cache.
 """
 
 from __future__ import annotations
@@ -104,19 +104,19 @@ class View:
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """The images as they are, uint8, shape (N, 32, 32, 3)."""
+        """The images as they are, uint8, shape (N, H, W, 3)."""
         self._check("images")
         return self._images.images if self._rows is None else self._images.images[self._rows]
 
     def take(self, rows: npt.NDArray[np.int64]) -> View:
-        """Return a view of some of the images, in the order asked for; what it reads costs no more than these."""
+        """Return a view of some of the images, in the given order; reading it costs no more than these images."""
         chosen = rows if self._rows is None else self._rows[rows]
         part = View(self._trained, self._images, chosen, reads=self._reads, reader=self._reader, meter=self._meter)
         part._features = self._features  # passes that were counted are not counted again
         return part
 
     def batches(self, size: int = BATCH) -> Iterator[Tensor]:
-        """Yield the images as the model wants them, shape (size, 3, 32, 32), on the model's device."""
+        """Yield the images as the model expects them, shape (size, 3, H, W), on the model's device."""
         pixels = self.pixels
         device = next((parameter.device for parameter in self._trained.model.parameters()), torch.device("cpu"))
         for start in range(0, len(pixels), size):
@@ -135,7 +135,7 @@ class View:
     def _check(self, what: Read) -> None:
         if what not in self._reads:
             raise InputError(
-                f"Expected a method to use only what it says it reads ({sorted(self._reads)}), but it asked for {what!r}. "
+                f"Expected a method to use only what it says it reads ({sorted(self._reads)}), but it reads {what!r}. "
                 f"Add {what!r} to its `reads`."
             )
 

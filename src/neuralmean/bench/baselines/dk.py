@@ -23,6 +23,9 @@ class DeepKernel(Method):
     The logarithm keeps the order and tells images apart whose sums are too small for a float. The kernel is not trained
     against outliers, which a detector has none of: of the median distance between inliers and its halves,
     :math:`\sigma` is the one under which the inliers are likeliest, each left out in turn. At most 5,000 inliers.
+
+    Args:
+        share: The bandwidth as a share of that median distance instead.
     """
 
     name = "dk"
@@ -32,15 +35,19 @@ class DeepKernel(Method):
     most_inliers = INLIERS
     version = 2
 
-    def __init__(self) -> None:
+    def __init__(self, share: float | None = None) -> None:
+        self._share = share
         self._inliers: Tensor | None = None
         self.bandwidth = 1.0
+        if share is not None:
+            self.name, self.title = f"dk-{share:g}", f"DK, bandwidth {share:g}"
 
     def fit(self, context: Context) -> None:
         """Keep inliers and choose the bandwidth by them."""
         order = torch.randperm(len(context.inliers), generator=torch.Generator().manual_seed(context.seed))
         self._inliers = context.inliers.take(order[:INLIERS].numpy()).feature.double()
-        self.bandwidth = likeliest_bandwidth(self._inliers[:_CHUNK])
+        rows = self._inliers[:_CHUNK]
+        self.bandwidth = likeliest_bandwidth(rows) if self._share is None else self._share * _median_distance(rows)
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
@@ -52,7 +59,7 @@ class DeepKernel(Method):
 
 def likeliest_bandwidth(rows: Tensor) -> float:
     """Return the bandwidth of the largest leave-one-out likelihood of rows (N, F), among the median distance's halves."""
-    median = max(float(torch.pdist(rows).median()), 1e-12)
+    median = _median_distance(rows)
 
     def likelihood(bandwidth: float) -> float:
         values = _log_kernel(rows, rows, bandwidth).fill_diagonal_(-math.inf)
@@ -60,6 +67,10 @@ def likeliest_bandwidth(rows: Tensor) -> float:
         return mean - rows.shape[1] * math.log(bandwidth)
 
     return max((median * 0.5**halvings for halvings in range(7)), key=likelihood)
+
+
+def _median_distance(rows: Tensor) -> float:
+    return max(float(torch.pdist(rows).median()), 1e-12)
 
 
 def _log_kernel(first: Tensor, second: Tensor, bandwidth: float) -> Tensor:

@@ -10,7 +10,7 @@ from neuralmean.bench.baselines.heads import read_head
 
 
 class Fdbd(FeatureDetector):
-    r"""Scores an image by how near its feature lies to the boundaries of its class, beside how far from the mean.
+    r"""Scores an image by the distance of its feature to the boundaries of its class, relative to its distance from the mean.
 
     .. math::
         s(x) = -\frac{1}{K - 1} \sum_{k \ne \hat k}

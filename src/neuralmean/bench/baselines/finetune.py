@@ -1,6 +1,6 @@
-"""Training inside a fit: a copy of the model, a small budget, and the trainer's own loop, which goes on where it stopped.
+"""Training inside a fit: a copy of the model, a small budget, and the trainer's own loop, which resumes where it stopped.
 
-Owns the copy, the budget and the checkpoint. What is minimised, and how a trained copy scores, is a method's business.
+Owns the copy, the budget and the checkpoint. A method defines the loss, and how a trained copy scores.
 The model that a method is given is never changed.
 """
 
@@ -47,7 +47,7 @@ class Tuner:
         model: Trained in place.
         loss: Called with this object, images in [0, 1] (N, 3, H, W), labels (N,) and a source of randomness.
         trained: Where the normalisation comes from.
-        outliers: OOD images, uint8, shape (M, 3, H, W), where the loss wants any.
+        outliers: OOD images, uint8, shape (M, 3, H, W), where the loss needs any.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, trained: TrainedModel, outliers: Tensor | None = None) -> None:

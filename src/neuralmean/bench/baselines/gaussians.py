@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gaussians:
-    """Class means (K, C) and a matrix (C, R) that makes the shared covariance the identity, in float64."""
+    """Class means (K, C) and a matrix (C, R) that whitens the shared covariance, in float64."""
 
     means: Tensor
     whitening: Tensor
@@ -24,13 +24,15 @@ class Gaussians:
             \hat\Sigma = \frac1N \sum_c \sum_{y_i = c} (f(x_i) - \hat\mu_c)(f(x_i) - \hat\mu_c)^\top
 
         The inverse is the pseudo-inverse, as in the authors' code: channels that are the same everywhere, or too few
-        images for all channels, are no obstacle. Classes without an image are left out.
+        images for all channels, are no obstacle. Classes without an image are left out. Fewer than two images a class
+        leave nothing to estimate a deviation within classes from: the covariance is then that of all features.
         """
         features = features.double()
         classes, where = torch.unique(labels, return_inverse=True)
         sums = torch.zeros(len(classes), features.shape[1], dtype=torch.float64).index_add_(0, where, features)
         means = sums / where.bincount(minlength=len(classes)).unsqueeze(1)
-        centred = features - means[where]
+        few = len(features) < 2 * len(classes)
+        centred = features - (features.mean(dim=0) if few else means[where])
         values, vectors = torch.linalg.eigh(centred.T @ centred / len(features))
         kept = values > values.amax().clamp_min(0) * len(values) * torch.finfo(torch.float64).eps
         return cls(means, vectors[:, kept] / values[kept].sqrt())
@@ -42,7 +44,7 @@ class Gaussians:
 
     def distances(self, features: Tensor) -> Tensor:
         r"""Squared Mahalanobis distance to the closest class, shape (N,): :math:`-M(x)` of Lee et al. 2018, Eq. 2."""
-        centre = self.means.mean(dim=0)  # taken off first: what is left after squares are subtracted keeps its digits
+        centre = self.means.mean(dim=0)  # subtracted first, so that differences of squares keep their digits
         whitening = self.whitening.to(features.device)
         points = (features.double() - centre.to(features.device)) @ whitening  # (N, R)
         means = (self.means - centre).to(features.device) @ whitening  # (K, R)

@@ -31,7 +31,7 @@ class LinearHead:
         return feature.double() @ self.weight.T + self.bias
 
     def as_module(self) -> nn.Linear:
-        """Return the same as a module in float32, for code that wants one."""
+        """Return the same as a module in float32, for code that needs a module."""
         module = nn.Linear(self.weight.shape[1], self.weight.shape[0])
         with torch.no_grad():
             module.weight.copy_(self.weight)
@@ -45,7 +45,9 @@ def read_head(trained: TrainedModel) -> LinearHead:
     Raises:
         InputError: The model does not end in a linear layer.
     """
-    name = find_head(trained.model, Batch((trained.preprocess(np.zeros((1, 32, 32, 3), np.uint8)),)))
+    name = find_head(
+        trained.model, Batch((trained.preprocess(np.zeros((1, trained.size, trained.size, 3), np.uint8)),))
+    )
     head = None if name is None else unwrap(trained.model).get_submodule(name)
     if not isinstance(head, nn.Linear):
         raise InputError(

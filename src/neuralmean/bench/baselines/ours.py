@@ -19,7 +19,7 @@ _TITLES = {
     "average": ("ours-avg", "Ours-Avg"),
     "logistic": ("ours-lr", "Ours-LR"),
     "mlp": ("ours-mlp", "Ours-MLP"),
-    "typicality": ("ours-id", "Ours (ID only)"),
+    "typicality": ("typicality", "Typicality"),
 }
 
 

@@ -42,7 +42,7 @@ def hold_out(count: int, *, seed: int, most: int = VALIDATION, share: float = 0.
 
 
 def batches_of(trained: TrainedModel, view: View, rows: Rows, size: int = BATCH) -> Iterator[Tensor]:
-    """Yield some images of a view, as the model wants them, on the model's device."""
+    """Yield some images of a view, as the model expects them, on the model's device."""
     pixels = view.pixels[rows]
     device = device_of(trained.model.modules())
     for start in range(0, len(pixels), size):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from neuralmean.bench.baselines.base import Context, Method, View
+from neuralmean.bench.baselines.gaussians import Gaussians
 from neuralmean.errors import NotFittedError
 
 
@@ -24,34 +25,20 @@ class Rmds(Method):
     paper = "Ren et al., A Simple Fix to Mahalanobis Distance for Improving Near-OOD Detection, 2021"
     reads = frozenset({"feature", "labels"})
 
+    version = 2
+
     def __init__(self) -> None:
-        self._means: Tensor | None = None  # (K, F)
-        self._centre = self._within = self._total = torch.zeros(0)
+        self._classes: Gaussians | None = None
+        self._all: Gaussians | None = None
 
     def fit(self, context: Context) -> None:
         """Take class means and both covariances from the inliers."""
-        feature, labels = context.inliers.feature.double(), context.inliers.labels
-        present, own = torch.unique(labels, return_inverse=True)
-        means = torch.stack([feature[own == index].mean(dim=0) for index in range(len(present))])
-        self._means, self._centre = means, feature.mean(dim=0)
-        self._within = _precision(feature - means[own])
-        self._total = _precision(feature - self._centre)
+        feature, labels = context.inliers.feature, context.inliers.labels
+        self._classes = Gaussians.of(feature, labels)
+        self._all = Gaussians.of(feature, torch.zeros_like(labels))
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
-        if self._means is None:
+        if self._classes is None or self._all is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
-        feature = examples.feature.double()
-        nearest = torch.full((len(feature),), torch.inf, dtype=torch.float64)
-        for mean in self._means:
-            nearest = torch.minimum(nearest, _distance(feature - mean, self._within))
-        return nearest - _distance(feature - self._centre, self._total)
-
-
-def _precision(centred: Tensor) -> Tensor:
-    precision: Tensor = torch.linalg.pinv(centred.T @ centred / len(centred), hermitian=True)
-    return precision
-
-
-def _distance(difference: Tensor, precision: Tensor) -> Tensor:
-    return (difference @ precision * difference).sum(dim=1)
+        return self._classes.distances(examples.feature) - self._all.distances(examples.feature)

@@ -52,7 +52,7 @@ def fit_method(method: Method, trained: TrainedModel, draw: Draw, reader: Reader
         def view(images: FitSet) -> View:
             return View(trained, images.source, images.rows, reads=method.reads, reader=reader, meter=watch.meter)
 
-        outliers = view(draw.outliers) if method.uses_outliers else None
+        outliers = view(draw.outliers) if method.uses_outliers and draw.outliers is not None else None
         method.fit(Context(trained, view(draw.inliers), outliers, draw.seed, scratch))
     return watch.cost
 
@@ -127,17 +127,31 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+def _own_source(method: Method) -> str | None:
+    """Return the source of a method of the user's own, so that an edit of it makes kept scores unknown."""
+    import inspect
+
+    if type(method).__module__.partition(".")[0] == "neuralmean":
+        return None
+    try:
+        return inspect.getsource(inspect.getmodule(type(method)) or type(method))
+    except (OSError, TypeError):
+        return None
+
+
 def _fit_key(method: Method, trained: TrainedModel, draw: Draw) -> str:
     learns = method.learns_from_inliers(trained)
     facts = [
         code_digest(),
         method.name,
+        f"{type(method).__module__}:{type(method).__qualname__}",
+        _own_source(method),
         method.version,
         trained.name,
         fingerprint(trained.model),
         [*trained.mean, *trained.std],
         draw.inliers.digest() if learns else None,
-        draw.outliers.digest() if method.uses_outliers else None,
+        draw.outliers.digest() if method.uses_outliers and draw.outliers is not None else None,
         draw.seed if learns or method.uses_outliers else None,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

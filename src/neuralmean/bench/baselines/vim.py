@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
+from torch import Tensor
 
-from neuralmean.bench.baselines.adapter import FeatureDetector, detector_class
-from neuralmean.bench.baselines.base import Context
-from neuralmean.bench.baselines.heads import read_head
+from neuralmean.bench.baselines.base import Context, Method, View
+from neuralmean.bench.baselines.heads import LinearHead, read_head
+from neuralmean.errors import NotFittedError
 
 
-class Vim(FeatureDetector):
-    r"""Scores an image by how much of its feature lies outside the inliers' principal space, beside its energy.
+class Vim(Method):
+    r"""Scores an image by how much of its feature lies outside the inliers' principal space, and by its energy.
 
     .. math::
         s(x) = \alpha \lVert h(x)^{P^\perp} \rVert - \log \sum_k \exp f_k(x)
@@ -18,16 +19,43 @@ class Vim(FeatureDetector):
     Features are centred where the head's logits are all 0; :math:`\alpha` makes the first term of the inliers as large
     as their largest logit. The principal space has the dimension that the authors take: 1,000 of at least 2,048, 512 of
     at least 768, else half of the feature.
+
+    Own code, because pytorch-ood computes in float32: with channels that are 0 for every inlier, its residual is rounding
+    noise. Here everything is float64, and such channels are left out.
     """
 
     name = "vim"
     title = "ViM"
     paper = "Wang et al., ViM: Out-Of-Distribution with Virtual-logit Matching, CVPR 2022"
+    reads = frozenset({"feature"})
+    version = 2
 
-    def make(self, context: Context) -> Any:
-        """Return pytorch-ood's detector with the head's weights."""
-        head = read_head(context.trained)
-        return detector_class("ViM")(None, d=principal_dimension(head.weight.shape[1]), w=head.weight, b=head.bias)
+    def __init__(self) -> None:
+        self._head: LinearHead | None = None
+        self._alive = self._origin = self._residual = torch.zeros(0)
+        self.alpha = 0.0
+
+    def fit(self, context: Context) -> None:
+        """Find the principal space of the inliers' features, and the scale of what lies outside."""
+        head = self._head = read_head(context.trained)
+        feature = context.inliers.feature.double()
+        self._alive = (feature != feature[0]).any(dim=0)
+        self._origin = -(torch.linalg.pinv(head.weight) @ head.bias)[self._alive]
+        centred = feature[:, self._alive] - self._origin
+        _, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))  # eigenvalues ascend
+        dimension = min(principal_dimension(feature.shape[1]), vectors.shape[1] - 1)
+        self._residual = vectors[:, : vectors.shape[1] - dimension]
+        outside = (centred @ self._residual).norm(dim=1).mean()
+        self.alpha = float(head(feature).amax(dim=1).mean() / outside.clamp_min(1e-12))
+
+    def score(self, examples: View) -> Tensor:
+        """Score each image, shape (N,); higher = more OOD."""
+        if self._head is None:
+            raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
+        feature = examples.feature.double()
+        outside: Tensor = ((feature[:, self._alive] - self._origin) @ self._residual).norm(dim=1)
+        energy: Tensor = self._head(feature).logsumexp(dim=1)
+        return self.alpha * outside - energy
 
 
 def principal_dimension(width: int) -> int:

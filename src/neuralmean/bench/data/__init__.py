@@ -1,16 +1,20 @@
 """The image sets of the paper: found on disk in the layouts people have, checked, downloaded, read."""
 
+from neuralmean.bench.data.altered import ALTERATIONS, alter
 from neuralmean.bench.data.downloads import download, fetch, unpack
-from neuralmean.bench.data.imageset import ImageSet
+from neuralmean.bench.data.imageset import SIZE, ImageSet
 from neuralmean.bench.data.inventory import Entry, Located, find, load, locate, read
 from neuralmean.bench.data.registry import DataSet, Source, dataset, names
 
 __all__ = [
+    "ALTERATIONS",
+    "SIZE",
     "DataSet",
     "Entry",
     "ImageSet",
     "Located",
     "Source",
+    "alter",
     "dataset",
     "download",
     "fetch",

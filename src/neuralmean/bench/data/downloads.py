@@ -1,6 +1,6 @@
 """Downloads the official files of a set: checked by their MD5 sums, resumed after an interruption, unpacked safely.
 
-A file is `<name>.part` until it is whole and its sum is right; an archive is unpacked beside its place and moved there in
+A file is `<name>.part` until it is whole and its sum is right; an archive is unpacked next to its destination and moved there in
 one step. So whatever is under its own name is complete. Nothing that was there before is overwritten.
 """
 
@@ -119,7 +119,7 @@ def _receive(url: str, part: Path, progress: Progress | None, timeout: float) ->
     with answer:
         resumed = answer.status == http.HTTPStatus.PARTIAL_CONTENT
         if resumed and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise http.client.HTTPException(f"another range than asked for: {answer.headers.get('Content-Range')}")
+            raise http.client.HTTPException(f"another range than requested: {answer.headers.get('Content-Range')}")
         length = answer.headers.get("Content-Length", "")
         here = start if resumed else 0
         total = here + int(length) if length.isdigit() else None

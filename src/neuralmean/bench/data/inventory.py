@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuralmean.bench.data.imageset import Fit, ImageSet
-from neuralmean.bench.data.readers import FOLDER, NPY, NPZ, Format, list_pictures
+from neuralmean.bench.data.readers import FOLDER, NAMED_PICTURES, NPY, NPZ, Format, list_pictures
 from neuralmean.bench.data.registry import DataSet, Layout, Split, check_split, dataset, names
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import ArtefactError, InputError, MissingExtraError
 
 
@@ -49,13 +50,14 @@ class Entry:
     hint: str  # how to get it, if missing or damaged
 
 
-def load(name: str, split: str, root: Path | str) -> ImageSet:
+def load(name: str, split: str, root: Path | str, *, rules: Preprocessing | None = None) -> ImageSet:
     """Read one split of a set from wherever it lies under `root`.
 
     Args:
         name: A set of the paper, one of `names()` or another usual name.
         split: `"train"` or `"test"`; sets that have no parts are all `"test"`.
         root: The data folder.
+        rules: How pictures in folders become a model's input; None makes them 32 x 32, unless the set keeps its size.
     """
     found = dataset(name)
     part = check_split(found, split)
@@ -64,11 +66,18 @@ def load(name: str, split: str, root: Path | str) -> ImageSet:
         raise InputError(
             f"Expected the {part} part of {found.name!r} in {str(root)!r}, but it is not there. {_how(found, part)}"
         )
-    images, labels = located.format.read(located.paths, found.fit)
+    images, labels = located.format.read(located.paths, rules or found.fit)
     return ImageSet.of(images, labels, name=found.name, split=part)
 
 
-def read(path: Path | str, *, name: str | None = None, split: str = "test", fit: Fit = "resize") -> ImageSet:
+def read(
+    path: Path | str,
+    *,
+    name: str | None = None,
+    split: str = "test",
+    fit: Fit = "resize",
+    rules: Preprocessing | None = None,
+) -> ImageSet:
     """Read images that are no set of the paper: an `.npz` or `.npy` file, or a folder of pictures.
 
     Args:
@@ -76,6 +85,7 @@ def read(path: Path | str, *, name: str | None = None, split: str = "test", fit:
         name: What to call it; the file's stem if not given.
         split: What part of a set it is.
         fit: How pictures of other sizes become 32 x 32.
+        rules: How they become a model's input instead.
     """
     path = Path(path)
     formats = {".npz": NPZ, ".npy": NPY}
@@ -86,7 +96,7 @@ def read(path: Path | str, *, name: str | None = None, split: str = "test", fit:
     else:
         what = f"the file {str(path)!r}" if path.exists() else f"{str(path)!r}, which is not there"
         raise InputError(f"Expected an .npz file, an .npy file or a folder of pictures, but got {what}.")
-    images, labels = kind.read([path], fit)
+    images, labels = kind.read([path], rules or fit)
     return ImageSet.of(images, labels, name=name or path.stem, split=split)
 
 
@@ -170,8 +180,8 @@ def _subfolders(folder: Path, known: set[str]) -> list[Path]:
 
 
 def _present(layout: Layout, paths: Sequence[Path]) -> bool:
-    if layout.format is FOLDER:
-        # Pictures beside a set.json are sheets of many images, not images.
+    if layout.format in (FOLDER, NAMED_PICTURES):
+        # Pictures next to a set.json are sheets of many images, not images.
         return paths[0].is_dir() and not (paths[0] / "set.json").exists() and bool(list_pictures(paths[0]))
     return all(path.is_file() for path in paths)
 
@@ -179,4 +189,6 @@ def _present(layout: Layout, paths: Sequence[Path]) -> bool:
 def _how(found: DataSet, split: Split) -> str:
     """Return what to do about a set that is not there."""
     stem = f"{found.name}-{split}.npz"
+    if not found.sources:
+        return f"Get it from {found.page}, or put {stem} there: {found.name!r} has no public file to download."
     return f"Get it with `nmd bench data --download {found.name}`, from {found.page}, or put {stem} there."

@@ -20,7 +20,7 @@ _DTYPES = {"u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"}
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle asked for something that a batch of images has no use for."""
+    """The pickle refers to something that a batch of images does not need."""
 
 
 class _Dtype:
@@ -107,7 +107,7 @@ def read_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]
         images = pixels.reshape(len(pixels), 3, 32, 32).transpose(0, 2, 3, 1)
     except _Refused as error:
         raise ArtefactError(
-            f"Expected {path.name} to hold nothing but arrays, but it asks for {error}. "
+            f"Expected {path.name} to hold nothing but arrays, but it refers to {error}. "
             "It is not CIFAR's own file and nothing of it was run; download the set anew."
         ) from None
     # A damaged pickle fails in as many ways as there are opcodes.

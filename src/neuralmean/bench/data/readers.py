@@ -1,16 +1,18 @@
 """Readers of the formats in which people keep images: arrays, CIFAR's batches, SVHN's `.mat`, folders of pictures.
 
-A reader takes paths and returns images (N, 32, 32, 3) with labels, if there are any; it knows nothing of set names.
+A reader takes paths and returns images (N, 32, 32, 3) with labels, if there are any; it is independent of set names.
 Beside each is a counter that looks at headers or names only. A file that cannot be read is one `ArtefactError`.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
 import os
 import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,11 +26,15 @@ from PIL import Image
 
 from neuralmean.bench.data.imageset import SIZE, Fit, fit_image, fit_images
 from neuralmean.bench.data.pickles import read_batch
+from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import ArtefactError, MissingExtraError
 
+Resizing = Fit | Preprocessing
 Pictures = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp", ".gif", ".tif", ".tiff"})
 _PIXELS = SIZE * SIZE * 3
+MOST_PICTURES = 50_000  # of one part of a set: more are drawn from
+MOST_IN_MEMORY = 1 << 31  # bytes
 # What numpy, zipfile and Pillow raise on damaged or hostile files; a header may also claim more than fits in memory.
 _ARRAY_ERRORS = (ValueError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 _PICTURE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError)
@@ -39,11 +45,11 @@ class Format:
     """One way to keep images on disk: its name for people, its reader, and its counter."""
 
     label: str
-    read: Callable[[Sequence[Path], Fit], Pictures]
+    read: Callable[[Sequence[Path], Resizing], Pictures]
     count: Callable[[Sequence[Path]], int]
 
 
-def _read_npz(paths: Sequence[Path], fit: Fit) -> Pictures:
+def _read_npz(paths: Sequence[Path], fit: Resizing) -> Pictures:
     """Images and, if there, labels of an `.npz` file."""
     path = paths[0]
     try:
@@ -72,7 +78,7 @@ def _count_npz(paths: Sequence[Path]) -> int:
         raise _damaged(path, error) from error
 
 
-def _read_npy(paths: Sequence[Path], fit: Fit) -> Pictures:
+def _read_npy(paths: Sequence[Path], fit: Resizing) -> Pictures:
     path = paths[0]
     try:
         images = _checked(np.load(path, allow_pickle=False), path)
@@ -107,7 +113,7 @@ def _checked(images: npt.NDArray[Any], path: Path) -> npt.NDArray[np.uint8]:
     return images
 
 
-def _read_python_batches(paths: Sequence[Path], fit: Fit) -> Pictures:
+def _read_python_batches(paths: Sequence[Path], fit: Resizing) -> Pictures:
     batches = [read_batch(path) for path in paths]
     return np.concatenate([images for images, _ in batches]), np.concatenate([labels for _, labels in batches])
 
@@ -127,7 +133,7 @@ def _binary(label_bytes: int) -> Format:
                 raise _wrong(path, f"records of {record:,} bytes (is it damaged?)", got)
         return sum(path.stat().st_size // record for path in paths)
 
-    def read(paths: Sequence[Path], fit: Fit) -> Pictures:
+    def read(paths: Sequence[Path], fit: Resizing) -> Pictures:
         count(paths)
         rows = np.concatenate([np.fromfile(path, np.uint8).reshape(-1, record) for path in paths])
         images = rows[:, label_bytes:].reshape(-1, 3, SIZE, SIZE).transpose(0, 2, 3, 1)
@@ -146,7 +152,7 @@ def _scipy_io() -> Any:
     return scipy.io
 
 
-def _read_svhn(paths: Sequence[Path], fit: Fit) -> Pictures:
+def _read_svhn(paths: Sequence[Path], fit: Resizing) -> Pictures:
     """Images `X` (32, 32, 3, N) and labels `y` of a MATLAB 5 file; SVHN's label 10 is the digit 0."""
     path, io = paths[0], _scipy_io()
     try:
@@ -169,19 +175,107 @@ def _count_svhn(paths: Sequence[Path]) -> int:
         raise _damaged(path, error) from error
 
 
-def _read_folder(paths: Sequence[Path], fit: Fit) -> Pictures:
+def _read_folder(paths: Sequence[Path], fit: Resizing) -> Pictures:
     """All pictures under a folder, by path; labels are its subfolders, where there are two or more."""
     folder = paths[0]
     files = list_pictures(folder)
     if not files:
         raise _wrong(folder, f"pictures ({', '.join(sorted(SUFFIXES))})", "none")
-    images = np.empty((len(files), SIZE, SIZE, 3), np.uint8)
+    kept, labels = _draw(files), _labels(folder, files)
+    return _read_pictures([files[row] for row in kept], fit), None if labels is None else labels[kept]
+
+
+def _read_pictures(files: Sequence[Path], fit: Resizing) -> npt.NDArray[np.uint8]:
+    first = _read_picture(files[0], fit)
+    images = _room((len(files), *first.shape))
     for row, file in enumerate(files):
-        images[row] = _read_picture(file, fit)
-    return images, _labels(folder, files)
+        picture = _read_picture(file, fit)
+        if picture.shape != first.shape:
+            expected, got = (f"{shape[1]} x {shape[0]} pixels" for shape in (first.shape, picture.shape))
+            raise _wrong(file, f"{expected} like the other pictures of its set", got)
+        images[row] = picture
+    return images
 
 
-def _read_picture(path: Path, fit: Fit) -> npt.NDArray[np.uint8]:
+def _room(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return an array in memory, or in a temporary file that goes with it where it is large."""
+    if math.prod(shape) <= MOST_IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    with tempfile.TemporaryFile() as handle:  # the map keeps the file, which has no name any more
+        return np.memmap(handle, np.uint8, "w+", shape=shape)
+
+
+def _read_image_list(paths: Sequence[Path], fit: Resizing) -> Pictures:
+    """Pictures that a list of OpenOOD names, `folder/file.jpg label` a line, below the folders of its data."""
+    files, labels = _image_list(paths[0])
+    return _read_pictures(files, fit), labels
+
+
+def _image_list(path: Path) -> tuple[list[Path], npt.NDArray[np.int64] | None]:
+    """Return the pictures of a list and their labels, None for OOD sets, whose labels are -1."""
+    root = path.parent.parent.parent  # DATA/benchmark_imglist/imagenet/test_ninco.txt
+    bases = [folder for name in ("images_largescale", "images_classic", ".") if (folder := root / name).is_dir()]
+    files, labels = [], []
+    for line in path.read_text("utf-8").splitlines():
+        name, _, label = line.strip().rpartition(" ")
+        found = next((base / name for base in bases if name and (base / name).is_file()), None)
+        if found is None or not label.lstrip("-").isdecimal():
+            raise _wrong(path, "lines `FILE LABEL` of pictures that exist", repr(line))
+        files.append(found)
+        labels.append(int(label))
+    if not files:
+        raise _wrong(path, "lines `FILE LABEL`", "an empty file")
+    kept = _draw(files)
+    return [files[row] for row in kept], None if min(labels) < 0 else np.array(labels, np.int64)[kept]
+
+
+def _count_image_list(paths: Sequence[Path]) -> int:
+    return len(paths[0].read_text("utf-8").splitlines())
+
+
+def _draw(files: Sequence[Path]) -> npt.NDArray[np.int64]:
+    """Return the rows to read: all, or a fixed draw of so many that they can be kept (ImageNet's train part)."""
+    if len(files) <= MOST_PICTURES:
+        return np.arange(len(files))
+    return np.sort(np.random.default_rng(0).permutation(len(files))[:MOST_PICTURES])
+
+
+def _read_named_pictures(paths: Sequence[Path], fit: Resizing) -> Pictures:
+    """Pictures of a folder whose names end in their label: `12.webp` or `0003_12.webp`."""
+    files = list_pictures(paths[0])
+    labels = [file.stem.rpartition("_")[2] for file in files]
+    if not files or not all(label.isdecimal() for label in labels):
+        raise _wrong(paths[0], "pictures named LABEL or NUMBER_LABEL", f"{files[0].name if files else 'none'}")
+    return _read_pictures(files, fit), np.array(labels, np.int64)
+
+
+def _read_idx(paths: Sequence[Path], fit: Resizing) -> Pictures:
+    """Images and labels in the IDX files of MNIST, plain or gzipped; grey becomes RGB."""
+    arrays = [_idx(path) for path in paths]
+    images, labels = arrays[0], arrays[1].astype(np.int64)
+    if images.ndim != 3 or labels.shape != (len(images),):
+        raise _wrong(paths[0], "grey images and one label each", f"{images.shape} and {labels.shape}")
+    return fit_images(np.repeat(images[..., None], 3, axis=3), fit), labels
+
+
+def _idx(path: Path) -> npt.NDArray[np.uint8]:
+    """Return the array of an IDX file: two zero bytes, 8 for uint8, the number of axes, each length, the values."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if content[:3] != b"\0\0\x08" or not 1 <= content[3] <= 4:
+            raise ValueError("the file does not start as an IDX file of bytes does")
+        start = 4 + 4 * content[3]
+        shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+        return np.frombuffer(content[start:], np.uint8).reshape(shape)
+    except (*_ARRAY_ERRORS, IndexError) as error:
+        raise _damaged(path, error) from error
+
+
+def _count_idx(paths: Sequence[Path]) -> int:
+    return len(_idx(paths[1]))
+
+
+def _read_picture(path: Path, fit: Resizing) -> npt.NDArray[np.uint8]:
     try:
         with Image.open(path) as image:
             return fit_image(image, fit)
@@ -220,8 +314,8 @@ def _count_folder(paths: Sequence[Path]) -> int:
     return len(list_pictures(paths[0]))
 
 
-def _read_sheets(paths: Sequence[Path], fit: Fit) -> Pictures:
-    """Sheets of 32 x 32 tiles beside a `set.json` with the count, the labels and the SHA-256 of the pixels."""
+def _read_sheets(paths: Sequence[Path], fit: Resizing) -> Pictures:
+    """Sheets of 32 x 32 tiles with a `set.json` with the count, the labels and the SHA-256 of the pixels."""
     about = _about(paths[0])
     tiles = []
     for path in sorted(paths[0].parent.glob("*.webp")):
@@ -272,3 +366,6 @@ CIFAR100_BINARY = _binary(2)
 SVHN_MAT = Format("mat", _read_svhn, _count_svhn)
 FOLDER = Format("folder", _read_folder, _count_folder)
 SHEETS = Format("sheets", _read_sheets, _count_sheets)
+NAMED_PICTURES = Format("folder, labels in names", _read_named_pictures, _count_folder)
+IMAGE_LIST = Format("list of pictures", _read_image_list, _count_image_list)
+IDX = Format("idx", _read_idx, _count_idx)

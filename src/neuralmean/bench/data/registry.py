@@ -14,6 +14,9 @@ from neuralmean.bench.data.readers import (
     CIFAR10_BINARY,
     CIFAR100_BINARY,
     FOLDER,
+    IDX,
+    IMAGE_LIST,
+    NAMED_PICTURES,
     NPY,
     NPZ,
     PYTHON_BATCHES,
@@ -30,7 +33,7 @@ Split = Literal["train", "test"]
 class Layout:
     """Files that make up one split, relative to the data folder or to a folder with one of the set's names.
 
-    `md5` has one sum per file where the official files are known. `named` asks for a folder with the set's name.
+    `md5` has one sum per file where the official files are known. `named` requires a folder with the set's name.
     """
 
     format: Format
@@ -172,13 +175,52 @@ def _odin(
     )
 
 
+def _mnist(name: str, title: str, folders: tuple[str, ...], page: str) -> DataSet:
+    prefixes: dict[Split, str] = {"train": "train", "test": "t10k"}
+    layouts: dict[Split, tuple[Layout, ...]] = {
+        split: tuple(
+            Layout(IDX, tuple(f"{prefix}-{part}-ubyte{suffix}" for part in ("images-idx3", "labels-idx1")), named=True)
+            for suffix in ("", ".gz")
+        )
+        for split, prefix in prefixes.items()
+    }
+    return DataSet(name, title, folders, {"train": 60_000, "test": 10_000}, layouts, fit="keep", page=page)
+
+
+def _listed(benchmark: str, file: str) -> Layout:
+    """Where OpenOOD keeps the list of a set's pictures."""
+    return Layout(IMAGE_LIST, (f"benchmark_imglist/{benchmark}/{file}.txt",))
+
+
+def _imagenet(name: str, title: str, benchmark: str, counts: tuple[int, int]) -> DataSet:
+    """ImageNet itself, as OpenOOD lists it (45,000 of the validation photos to judge by) or in folders of classes."""
+    return DataSet(
+        name=name,
+        title=title,
+        folders=("imagenet", "ImageNet", "ILSVRC2012", "imagenet_1k") if benchmark == "imagenet" else ("imagenet_200",),
+        counts={"train": counts[0], "test": counts[1]},
+        layouts={
+            "train": (_listed(benchmark, f"train_{benchmark}"),),
+            "test": (_listed(benchmark, f"test_{benchmark}"), Layout(FOLDER, ("val",), named=True)),
+        },
+        page="https://www.image-net.org/",
+    )
+
+
+def _openood(name: str, title: str, count: int, folders: tuple[str, ...], page: str) -> DataSet:
+    """An OOD set of OpenOOD's ImageNet benchmarks: a list of pictures, or a folder of them."""
+    file = f"test_{name.replace('-', '_')}"
+    layouts = (_listed("imagenet", file), _listed("imagenet200", file))
+    return DataSet(name, title, folders, {"test": count}, {"test": layouts}, page=page)
+
+
 _SETS = (
     _cifar10(),
     _cifar100(),
     _svhn(),
     _odin(
         "imagenet-crop",
-        "ImageNet-C",
+        "imagenet-crop",
         10_000,
         archive="avgm2u562itwpkl/Imagenet.tar.gz",
         md5="7c0827e4246c3718a5ee076e999e52e5",
@@ -187,7 +229,7 @@ _SETS = (
     ),
     _odin(
         "imagenet-resize",
-        "ImageNet-R",
+        "imagenet-resize",
         10_000,
         archive="kp3my3412u5k9rl/Imagenet_resize.tar.gz",
         md5="0f9ff11d45babf2eff5fe12281d1ac31",
@@ -196,7 +238,7 @@ _SETS = (
     ),
     _odin(
         "lsun-crop",
-        "LSUN-C",
+        "lsun-crop",
         10_000,
         archive="fhtsw1m3qxlwj6h/LSUN.tar.gz",
         md5="458a0a0ab8e5f1cb4516d7400568e460",
@@ -205,7 +247,7 @@ _SETS = (
     ),
     _odin(
         "lsun-resize",
-        "LSUN-R",
+        "lsun-resize",
         10_000,
         archive="moqh2wh8696c3yl/LSUN_resize.tar.gz",
         md5="278b7b31c8cb7e804a1465a8ce03a2dc",
@@ -227,7 +269,7 @@ _SETS = (
         folders=("dtd", "DTD", "Textures", "texture", "Texture"),
         # Papers on OOD detection take all of DTD; its own splits into thirds are for texture recognition.
         counts={"test": 5_640},
-        layouts={"test": (Layout(FOLDER, ("images",), named=True),)},
+        layouts={"test": (Layout(FOLDER, ("images",), named=True), _listed("imagenet", "test_textures"))},
         sources=(
             Source(
                 "https://www.robots.ox.ac.uk/~vgg/data/dtd/download/dtd-r1.0.1.tar.gz",
@@ -237,6 +279,30 @@ _SETS = (
         aliases=("dtd", "texture"),
         page="https://www.robots.ox.ac.uk/~vgg/data/dtd/",
     ),
+    _mnist("mnist", "MNIST", ("MNIST", "raw"), "http://yann.lecun.com/exdb/mnist/"),
+    _mnist(
+        "fashion-mnist", "Fashion-MNIST", ("FashionMNIST", "raw"), "https://github.com/zalandoresearch/fashion-mnist"
+    ),
+    DataSet(
+        name="imagenet-photos",
+        title="ImageNet photos",
+        folders=(),
+        counts={"train": 1_000, "test": 600},
+        layouts={
+            "train": (Layout(NAMED_PICTURES, ("train",), named=True),),
+            "test": (Layout(NAMED_PICTURES, ("val",), named=True),),
+        },
+        fit="keep",
+        page="https://www.image-net.org/",
+    ),
+    _imagenet("imagenet-1k", "ImageNet-1K", "imagenet", (1_281_167, 45_000)),
+    _imagenet("imagenet-200", "ImageNet-200", "imagenet200", (260_000, 9_000)),
+    _openood("ssb-hard", "SSB-hard", 49_000, ("ssb_hard",), "https://github.com/sgvaze/SSB"),
+    _openood("ninco", "NINCO", 5_879, ("NINCO",), "https://github.com/j-cb/NINCO"),
+    _openood(
+        "inaturalist", "iNaturalist", 10_000, ("iNaturalist",), "https://github.com/deeplearning-wisc/large_scale_ood"
+    ),
+    _openood("openimage-o", "OpenImage-O", 15_869, ("openimage_o",), "https://github.com/haoqiwang/vim"),
 )
 _BY_NAME = {dataset.name: dataset for dataset in _SETS}
 _BY_ALIAS = {alias: dataset for dataset in _SETS for alias in (dataset.name, *dataset.aliases)}

@@ -5,21 +5,25 @@ To add one (an ablation, say), write a file with a subclass of `Experiment` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from neuralmean.bench.experiments.ablation import Ablation
 from neuralmean.bench.experiments.base import Case, Experiment
 from neuralmean.bench.experiments.batch_size import BatchSize
+from neuralmean.bench.experiments.false_alarms import FalseAlarms
 from neuralmean.bench.experiments.few_shot import FewShot
 from neuralmean.bench.experiments.full_access import FullAccess
+from neuralmean.bench.experiments.imagenet import ImageNet
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.jobs import Piece, Settings, run_at_once, run_in_turn
 from neuralmean.bench.experiments.latency import Latency
 from neuralmean.bench.experiments.layers import Layers
 from neuralmean.bench.experiments.methods import Methods
 from neuralmean.bench.experiments.more_datasets import MoreDatasets
+from neuralmean.bench.experiments.readings import Readings
+from neuralmean.bench.experiments.sample_size import SampleSize
 from neuralmean.bench.experiments.statistical import Statistical
 from neuralmean.bench.experiments.transfer import Transfer
 from neuralmean.bench.experiments.untrained import Untrained
@@ -47,6 +51,10 @@ _EXPERIMENTS: dict[str, Experiment] = {
         Untrained(),
         Methods(),
         Ablation(),
+        ImageNet(),
+        SampleSize(),
+        FalseAlarms(),
+        Readings(),
     )
 }
 
@@ -58,7 +66,7 @@ class Availability:
     Attributes:
         name: Name of the experiment.
         title: One line on it.
-        reference: Where it stands in the paper.
+        reference: The part of the paper that it reproduces.
         ready: The cases that can be run, such as "ResNet-56 on CIFAR-10".
         missing: What the paper's other cases would need.
     """
@@ -108,6 +116,10 @@ def run(
     limit: int | None = None,
     seed: int = 0,
     methods: Sequence[str] | None = None,
+    models: Sequence[str] = (),
+    oods: Mapping[str, Path | str] | None = None,
+    id_set: str | None = None,
+    again: bool = False,
     jobs: int = 1,
     announce: Callable[[str], None] | None = None,
 ) -> list[Row]:
@@ -118,10 +130,15 @@ def run(
         data: Folder of the image sets.
         weights: Folder of the weights.
         out: The results file, written anew after every fit.
-        cache: Folder of features and scores; None puts it beside `out`.
+        cache: Folder of features and scores; None puts it next to `out`.
         limit: At most so many images of every set, for a quick look.
         seed: Seed of draws and fits.
         methods: Methods to run; None for all that an experiment compares, `["quick"]` for those without fine-tuning.
+        models: Models to run, all if empty: names of architectures or installed models, or specs such as
+            `timm:resnet50@FILE` and `package.module:build`.
+        oods: OOD sets of the user's own, by name: folders of pictures, `.npz` or `.npy` files.
+        id_set: The set that models given as specs were trained on.
+        again: Whether rows that are there are made again.
         jobs: Processes to share the work; two on two cores are a third faster than one with two threads.
         announce: Called with a line of text for each case, such as "few-shot: ResNet-56 on CIFAR-10 (3 of 25)".
 
@@ -134,17 +151,20 @@ def run(
     if jobs < 1:
         raise InputError(f"Expected `jobs` to be at least 1, but got {jobs!r}.")
     chosen = [get(name) for name in (list(_EXPERIMENTS) if names is None else names)]
-    inputs = Inputs(data, weights)
     out = Path(out)
     folder = out.parent / f".{out.stem}-cache" if cache is None else Path(cache)
     chosen_methods = None if methods is None else tuple(methods)
-    settings = Settings(Path(data), Path(weights), out, folder, limit, seed, chosen_methods)
+    own = tuple((name, Path(path)) for name, path in (oods or {}).items())
+    settings = Settings(
+        Path(data), Path(weights), out, folder, limit, seed, chosen_methods, tuple(models), own, id_set, again
+    )  # fmt: skip
+    inputs = settings.inputs()
     settings.workbench(inputs)  # complains about a wrong limit or a foreign results file before any work is done
     pieces: list[Piece] = []
     for experiment in chosen:
         ready = experiment.runnable(inputs)
         if not ready and names is not None:
-            lacks = experiment.cases[0].missing(inputs)
+            lacks = experiment.lacks(inputs)
             raise InputError(
                 f"Expected data and weights for the experiment {experiment.name!r}, but these are missing: "
                 f"{', '.join(lacks)}. `nmd bench list` shows what is here."

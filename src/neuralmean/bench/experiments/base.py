@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuralmean.bench import data, models
+from neuralmean.bench import titles
 from neuralmean.bench.experiments.inputs import Inputs
 from neuralmean.bench.experiments.workbench import Workbench
 
@@ -27,7 +27,7 @@ class Case:
     learns_from: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{models.architecture(self.model).title} on {data.dataset(self.id).title}"
+        return f"{titles.of_model(self.model)} on {titles.of_set(self.id)}"
 
     def present(self, inputs: Inputs) -> tuple[str, ...]:
         """The OOD sets of the case that are there."""
@@ -35,7 +35,7 @@ class Case:
 
     def missing(self, inputs: Inputs) -> list[str]:
         """What keeps the case from being run at all; empty when it can be."""
-        lacks = [] if (self.model, self.id) in inputs.weights else [f"weights {self.model}-{self.id}"]
+        lacks = [] if inputs.has_model(self.model, self.id) else [f"weights {self.model}-{self.id}"]
         lacks += [f"data {name}" for name in (self.id, *self.learns_from) if not inputs.has_set(name)]
         if not self.present(inputs):
             lacks.append(f"data {' or '.join(self.oods)}")
@@ -48,11 +48,11 @@ class Experiment:
     Attributes:
         name: What it is called on the command line.
         title: One line for people.
-        reference: Where it stands in the paper.
+        reference: The part of the paper that it reproduces.
         cases: What it consists of, the paper's own cases first.
         first_only: Whether one case is enough: the first that can be run.
         methods: Methods that it compares, in the order of its table; those not there are left out.
-        alone: Whether it measures time, so that nothing else should run beside it.
+        alone: Whether it measures time, so that nothing else should run at the same time.
         by_method: Whether each method can be run by itself.
     """
 
@@ -66,16 +66,22 @@ class Experiment:
     by_method: bool = False
 
     def runnable(self, inputs: Inputs) -> list[Case]:
-        """The cases that data and weights allow."""
-        ready = [case for case in self.cases if not case.missing(inputs)]
+        """The cases that data and weights allow, restricted to the chosen models."""
+        ready = [case for case in self.cases if inputs.wants(case.model) and not case.missing(inputs)]
         return ready[:1] if self.first_only else ready
+
+    def lacks(self, inputs: Inputs) -> list[str]:
+        """What is missing to run the first case of the chosen models."""
+        wanted = [case for case in self.cases if inputs.wants(case.model)]
+        lacks = [fact for case in wanted[:1] for fact in case.missing(inputs)]
+        return lacks or ["a model that it is about, with its data and weights"]
 
     def run(self, bench: Workbench, case: Case) -> None:
         """Measure one case; rows go to the workbench's results."""
         raise NotImplementedError
 
 
-RESIDUAL = ("resnet34", "resnet56", "resnet44", "resnet32", "resnet20")  # the paper's model, then who stands in for it
+RESIDUAL = ("resnet34", "resnet56", "resnet44", "resnet32", "resnet20")  # the paper's model, then its substitutes
 SLOW_MODELS = ("densenet100", "wideresnet28-10")  # some 70 images a second on one core
 TABLE_MODELS = ("resnet34", "resnet56", "densenet100")
 ALL_OODS = ("svhn", "cifar100", "imagenet-crop", "imagenet-resize", "lsun-crop", "lsun-resize", "isun", "textures")

@@ -15,7 +15,7 @@ class FewShot(TableExperiment):
     reference = "Figure 6"
     protocol = "few-shot"
     cases = cases(TABLE_MODELS, "cifar10", ALL_OODS)
-    methods = ("odin", "mahalanobis", "gram", "energy", "ours-avg", "ours-lr", "ours-mlp", "ours-id")
+    methods = ("odin", "mahalanobis", "gram", "energy", "ours-avg", "ours-lr", "ours-mlp", "typicality")
 
     def leaves_out(self, method: Method, model: str) -> bool:
         """Whether it would perturb every image once for each draw and OOD set on a slow model."""

@@ -25,7 +25,7 @@ class FullAccess(TableExperiment):
         "ours-avg",
         "ours-lr",
         "ours-mlp",
-        "ours-id",
+        "typicality",
     )
 
     def leaves_out(self, method: Method, model: str) -> bool:

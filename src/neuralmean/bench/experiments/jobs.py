@@ -1,6 +1,6 @@
 """The pieces that a run of experiments consists of, one after the other or several at once.
 
-A piece is a case of an experiment, or one method of it. Pieces share nothing but files that take care of themselves:
+A piece is a case of an experiment, or one method of it. Pieces share nothing but files that are safe to share:
 features, scores and results are locked where two could meet. What measures time waits until the rest is done.
 """
 
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for; a process that joins in makes its own workbench of it."""
+    """The settings of a run; every process makes its own workbench from them."""
 
     data: Path
     weights: Path
@@ -51,11 +51,20 @@ class Settings:
     limit: int | None = None
     seed: int = 0
     methods: tuple[str, ...] | None = None
+    models: tuple[str, ...] = ()
+    sets: tuple[tuple[str, Path], ...] = ()
+    id_set: str | None = None
+    again: bool = False
+
+    def inputs(self) -> Inputs:
+        """Return the chosen sets and models."""
+        return Inputs(self.data, self.weights, chosen=self.models, sets=dict(self.sets), id_set=self.id_set)
 
     def workbench(self, inputs: Inputs) -> Workbench:
         """Return a workbench that adds to the results file."""
         return Workbench(
-            inputs, Results(self.out), self.cache, limit=self.limit, seed=self.seed, methods=self.methods
+            inputs, Results(self.out), self.cache, limit=self.limit, seed=self.seed, methods=self.methods,
+            again=self.again,
         )  # fmt: skip
 
 
@@ -81,7 +90,7 @@ def run_at_once(pieces: Sequence[Piece], settings: Settings, inputs: Inputs, ann
         except BrokenProcessPool as error:
             raise InputError(
                 "Expected every process of the run to go on, but the system ended one: too little memory, perhaps. Run the "
-                "same command again: it goes on where this one stopped; fewer `jobs` need less memory."
+                "same command again: it resumes where this one stopped; fewer `jobs` need less memory."
             ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -110,7 +119,7 @@ def _begin(settings: Settings, threads: int) -> None:
     global _here
     memory.keep_freed()
     torch.set_num_threads(threads)
-    _here = settings, Inputs(settings.data, settings.weights)
+    _here = settings, settings.inputs()
 
 
 def _work(piece: Piece) -> None:

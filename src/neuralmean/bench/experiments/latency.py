@@ -54,7 +54,7 @@ class Latency(Experiment):
         "ours-avg",
         "ours-lr",
         "ours-mlp",
-        "ours-id",
+        "typicality",
         "odin",
         "mahalanobis",
         "g-odin",
@@ -80,7 +80,7 @@ class Latency(Experiment):
                 continue
             inside, outside = few_judges if method.heavy else all_judges
             row = bench.blank(facts, outside.name, name, [draw], [inside, outside], trained)
-            if bench.results.find(row) is None:
+            if bench.is_open(row):
                 self._measure(bench, row, trained, draw, inside, outside)
 
     def _measure(

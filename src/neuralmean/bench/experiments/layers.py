@@ -49,7 +49,7 @@ class Layers(Experiment):
                 setting=f"first {count} layers",
                 layers=count,
             )
-            if bench.results.find(row) is not None:
+            if not bench.is_open(row):
                 continue
             method = FirstLayers(count)
             # The importance is read off the fitted method, so that for all layers kept scores would not do.

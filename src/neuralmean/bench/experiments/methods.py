@@ -17,7 +17,7 @@ class Methods(Experiment):
     """Every method that suits a model, judged by the images that the heavy ones are judged by."""
 
     name = "methods"
-    title = "Every method side by side"
+    title = "Every method in one table"
     reference = "tables 2 and 6 and figures 4 and 5, all columns at once"
     cases = cases(
         ("resnet56", "densenet100"),
@@ -47,13 +47,18 @@ class Methods(Experiment):
         "ash",
         "scale",
         "rmds",
+        "mds++",
+        "rmds++",
         "gen",
         "fdbd",
+        "nci",
+        "nnguide",
+        "she",
         "nac",
         "ours-avg",
         "ours-lr",
         "ours-mlp",
-        "ours-id",
+        "typicality",
     )
     by_method = True
 

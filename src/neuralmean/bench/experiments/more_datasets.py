@@ -16,4 +16,4 @@ class MoreDatasets(TableExperiment):
         Case("resnet34", "svhn", ("cifar10", "lsun-resize", "imagenet-resize")),
         Case("densenet100", "cifar100", ("svhn", "lsun-crop", "imagenet-crop")),
     )
-    methods = ("msp", "odin", "mahalanobis", "energy", "ours-avg", "ours-lr", "ours-mlp", "ours-id")
+    methods = ("msp", "odin", "mahalanobis", "energy", "ours-avg", "ours-lr", "ours-mlp", "typicality")

@@ -1,4 +1,4 @@
-"""The paper's figures as data (Dong et al., CVPR 2022), each with the table or figure it stands in.
+"""The paper's figures as data (Dong et al., CVPR 2022), each with the table or figure that prints it.
 
 Only numbers that the paper prints: its bar charts (figures 4 to 7) are not read off by eye.
 """
@@ -73,7 +73,7 @@ def _table2() -> Iterator[Printed]:
     }
     for outside, row in cells.items():
         for model, (tnr95, auroc, accuracy) in zip(models, row, strict=True):
-            # The table does not say which detector it is; both of ours stand beside it.
+            # The table does not say which detector it is; both of ours are compared with it.
             for method in ("ours-lr", "ours-mlp"):
                 yield Printed("Table 2", "transfer", model, "cifar10", outside, method, auroc, tnr95, accuracy)
 
@@ -163,16 +163,16 @@ TIMINGS: tuple[Timing, ...] = (
 _BY_CELL = {(p.experiment, p.model, p.id, p.ood, p.method, p.setting): p for p in PRINTED}
 
 
-def beside(row: Mapping[str, Any]) -> Printed | None:
+def printed_for(row: Mapping[str, Any]) -> Printed | None:
     """Return what the paper prints for the row's own model, or None."""
     return _BY_CELL.get((row["experiment"], row["model"], row["id"], row["ood"], row["method"], _setting_of(row)))
 
 
-def stand_in(row: Mapping[str, Any]) -> Printed | None:
+def printed_for_resnet34(row: Mapping[str, Any]) -> Printed | None:
     """Return what the paper prints for ResNet-34, where the row's model is a smaller residual network in its place."""
-    if beside(row) is not None or not str(row["model"]).startswith("resnet"):
+    if printed_for(row) is not None or not str(row["model"]).startswith("resnet"):
         return None
-    return beside({**row, "model": "resnet34"})
+    return printed_for({**row, "model": "resnet34"})
 
 
 def timing(method: str) -> Timing | None:

@@ -4,6 +4,22 @@ The report prints a remark under its experiment. Figures are never repeated here
 """
 
 REMARKS: dict[str, str] = {
+    "imagenet": (
+        "No OOD image was used to fit or to tune anything. With the set `ImageNet photos`, methods are fitted on one photo "
+        "of each class and judged by 300 photos of the validation set, an easy part of it; the other sets are enlarged to the "
+        "model's input, and sketch, blur and noise are made from the same 300 photos. With one image of a "
+        "class, Mahalanobis methods use the covariance of all images."
+    ),
+    "false-alarms": (
+        "1,000 images to fit on, up to 1,000 held out, up to 2,000 others to judge by (300 and 300 for the photos). Both "
+        "rates come from one fit: an image is flagged when its p-value is at most the rate."
+    ),
+    "sample-size": "Five draws of each size, judged by the same images; the spread is the standard deviation over the draws.",
+    "readings": (
+        "Each line changes one thing. All are judged by the same 2,000 images of each set and fitted on 2,000 ID images and the "
+        "same images with permuted blocks, unless the line says otherwise. After the norm means the channel means of the batch "
+        "norm's output, which are a linear function of those of its input."
+    ),
     "ablation": (
         "No OOD image was used to fit anything here. The score was chosen on ResNet-56 and these sets, except that the "
         "reach term and the temperature were added after DenseNet-100 on CIFAR-100 had lost without them; peers' settings "
@@ -13,9 +29,9 @@ REMARKS: dict[str, str] = {
         "One fit of every method, all judged by the same images: fewer than elsewhere, for the sake of those that take "
         "gradients or train. What learns from OOD images, or is tuned on some, got those of CIFAR-100, so that it has seen "
         "that set's train images and none of the others'. `full-access` has ODIN, Mahalanobis, Ours-LR and Ours-MLP with each "
-        "set's own images, OE, Energy-FT and GOOD too on ResNet-56 but not on DenseNet-100, and not ReAct, ASH-S, SCALE and NAC. "
-        "The fine-tuned ones had a budget of minutes, GOOD a small network of its own, CNTK and SCNTK look at pixels and not at "
-        "the model: docs/baselines.md says what was scaled down."
+        "set's own images, OE, Energy-FT and GOOD too on ResNet-56 but not on DenseNet-100, and not ReAct, ASH-S, SCALE, NCI and "
+        "NAC. The fine-tuned ones had a budget of minutes, GOOD a small network of its own, CNTK and SCNTK look at pixels and "
+        "not at the model: docs/baselines.md says what was scaled down."
     ),
     "statistical": (
         "Differences from the paper have several causes. The weights at hand may be trained for a few epochs only (their "
@@ -34,7 +50,7 @@ REMARKS: dict[str, str] = {
         "images from the same images with their blocks permuted learns what block borders look like; this carries over to "
         "crops of other photographs but not to SVHN, where the discrepancy points elsewhere: there both fall below chance on "
         "one of the two models. The paper crops, permutes and feeds the same 16 blocks; what else its detectors were given is "
-        "not said. `Ours (ID only)` is what this library uses where there are no OOD images: it needs no crafted ones."
+        "not said. `Typicality` is what this library uses where there are no OOD images: it needs no crafted ones."
     ),
     "few-shot": (
         "The paper shows a bar chart without numbers and does not say how many draws it averages. Ten draws here; the "
@@ -45,10 +61,10 @@ REMARKS: dict[str, str] = {
     ),
     "transfer": (
         "The paper does not say which of its detectors table 2 shows, so both stand beside it. DenseNet-100, the one model "
-        "that is the paper's own here, reproduces: SVHN to a few tenths, ImageNet-C to one point (Ours-LR) or two and a half "
+        "that is the paper's own here, reproduces: SVHN to a few tenths, imagenet-crop to one point (Ours-LR) or two and a half "
         "(Ours-MLP), with crops that are not the ODIN release's. The small residual networks, which stand in for ResNet-34, "
         "stay below it on SVHN: a direction learnt from CIFAR-100 is not quite the direction in which SVHN lies. "
-        "`Ours (ID only)`, which has seen no OOD image at all, is level with both or above them on nearly every set."
+        "`Typicality`, which has seen no OOD image at all, is level with both or above them on nearly every set."
     ),
     "more-datasets": (
         "Full access, as in the paper. Ours-LR comes out above the paper's figure for SVHN: with SVHN's own train images to "

@@ -5,11 +5,11 @@ from neuralmean.bench.experiments.tables import TableExperiment
 
 
 class Statistical(TableExperiment):
-    """Kernel methods beside Ours-LR."""
+    """Kernel methods compared with Ours-LR."""
 
     name = "statistical"
     title = "Statistical methods on ConvNet-4"
     reference = "Table 1"
     protocol = "full-access"
     cases = (Case("convnet4", "cifar10", ("svhn",)), Case("convnet4", "svhn", ("cifar10",)))
-    methods = ("dk", "cntk", "scntk", "msp", "energy", "ours-avg", "ours-lr", "ours-id")
+    methods = ("dk", "cntk", "scntk", "msp", "energy", "ours-avg", "ours-lr", "typicality")

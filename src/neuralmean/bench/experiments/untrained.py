@@ -12,7 +12,7 @@ SIZES = (1, 4, 8, 32)
 
 
 class Untrained(Experiment):
-    """Random weights, three times; the reference once as the buffers are born (zero), once measured on ID images.
+    """Random weights, three times; the reference once as the buffers are initialised (zero), once measured on ID images.
 
     The paper does not say which of the two its figure shows.
     """

@@ -62,6 +62,7 @@ class Workbench:
         limit: At most so many images of every set, for a quick look; None for the usual sizes.
         seed: Seed of draws and fits.
         methods: Names of methods to run; None for all that an experiment offers.
+        again: Whether rows that are there are made again.
     """
 
     def __init__(
@@ -73,14 +74,15 @@ class Workbench:
         limit: int | None = None,
         seed: int = 0,
         methods: Sequence[str] | None = None,
+        again: bool = False,
     ) -> None:
         if limit is not None and limit < 50:
             raise InputError(f"Expected `limit` to be None or at least 50 images a set, but got {limit!r}.")
         self.inputs, self.results, self.cache = inputs, results, Path(cache)
-        self.limit, self.seed = limit, seed
+        self.limit, self.seed, self.again = limit, seed, again
         self._methods = None if methods is None else list(methods)
         self.store = Store(self.cache / "features")
-        self._limited: dict[tuple[str, str, int], ImageSet] = {}
+        self._limited: dict[tuple[str, str, str, int], ImageSet] = {}
 
     def methods(self, offered: Sequence[str]) -> list[str]:
         """Which of the methods that an experiment offers are to run."""
@@ -96,23 +98,24 @@ class Workbench:
 
     def judge_set(self, name: str, model: str) -> EvalSet:
         """The test images of a set, as many as the model's size allows."""
-        return EvalSet(self._limit(name, "test", SIZES.get(model, USUAL).judge))
+        return EvalSet(self._limit(name, "test", model, SIZES.get(model, USUAL).judge))
 
     def small_judge_set(self, name: str, model: str) -> EvalSet:
-        """Fewer test images of a set: what heavy methods are judged by, and all that stand beside them."""
-        return EvalSet(self._limit(name, "test", SIZES.get(model, USUAL).heavy))
+        """Fewer test images of a set: what heavy methods, and those compared with them, are judged by."""
+        return EvalSet(self._limit(name, "test", model, SIZES.get(model, USUAL).heavy))
 
     def fit_set(self, name: str, model: str, *, apart_from: Sequence[EvalSet], at_most: int | None = None) -> FitSet:
         """The images of a set that may be learnt from, none of them in the sets that are judged."""
         size = SIZES.get(model, USUAL).fit
-        return FitSet.of(self._limit(name, "fit", min(size, at_most or size)), apart_from=apart_from)
+        return FitSet.of(self._limit(name, "fit", model, min(size, at_most or size)), apart_from=apart_from)
 
-    def _limit(self, name: str, part: str, size: int) -> ImageSet:
+    def _limit(self, name: str, part: str, model: str, size: int) -> ImageSet:
         size = size if self.limit is None else min(size, self.limit)
-        if (name, part, size) not in self._limited:
-            whole = self.inputs.fit_part(name) if part == "fit" else self.inputs.test_part(name)
-            self._limited[name, part, size] = whole.limit(size)
-        return self._limited[name, part, size]
+        shown = model if model in self.inputs.photo_models else ""  # the others share images of 32 x 32
+        if (name, part, shown, size) not in self._limited:
+            whole = self.inputs.fit_part(name, model) if part == "fit" else self.inputs.test_part(name, model)
+            self._limited[name, part, shown, size] = whole.limit(size)
+        return self._limited[name, part, shown, size]
 
     def trial(
         self, make: Callable[[], Method], trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]
@@ -153,7 +156,7 @@ class Workbench:
         waiting = []
         for one in outside:
             row = self.blank(facts, one.name, method, draws, [inside, one], trained)
-            if self.results.find(row) is None:
+            if self.is_open(row):
                 waiting.append((one, row))
         if not waiting:
             return
@@ -164,6 +167,10 @@ class Workbench:
             pairs = [(scored[0], scored[place]) for scored in trials]
             rows.append({**row, **summarise(pairs, seed=self.seed)})
         self.results.add(*rows)
+
+    def is_open(self, row: Row) -> bool:
+        """Whether a row has yet to be made: it is not in the results, or rows are to be made again."""
+        return self.again or self.results.find(row) is None
 
     def blank(
         self,
@@ -178,10 +185,13 @@ class Workbench:
         """Return a row without figures: what it is about, and a digest of everything it is made of."""
         first = draws[0]
         kind = baselines.make(method)
-        n_fit_id, n_fit_ood = kind.n_used(trained, len(first.inliers), len(first.outliers))
+        n_fit_id, n_fit_ood = kind.n_used(trained, len(first.inliers), len(first.outliers or ()))
         inputs = [fingerprint(trained.model), kind.version, *(one.digest() for one in judged)]
         for draw in draws:
-            inputs += [draw.inliers.digest() if n_fit_id else "", draw.outliers.digest() if n_fit_ood else ""]
+            inputs += [
+                draw.inliers.digest() if n_fit_id else "",
+                draw.outliers.digest() if n_fit_ood and draw.outliers else "",
+            ]
         columns = {
             **facts,
             "ood": ood,
@@ -199,11 +209,12 @@ class Workbench:
             columns,
             n_fit_id=n_fit_id,
             n_fit_ood=n_fit_ood,
-            fit_ood=first.outliers.name if n_fit_ood else None,
+            fit_ood=first.outliers.name if n_fit_ood and first.outliers else None,
             draws=len(draws),
             weights=self._weights_name(trained, facts),
             weights_digest=fingerprint(trained.model)[:16],
             model_accuracy=expected_accuracy(trained),
+            recipe=trained.metadata.get("recipe"),
             limit=self.limit,
             inputs=hashlib.sha256(repr(inputs).encode()).hexdigest()[:16],
             **extra,
@@ -212,7 +223,8 @@ class Workbench:
     def _weights_name(self, trained: TrainedModel, facts: Mapping[str, Any]) -> str:
         if "untrained" in trained.metadata:
             return f"random, seed {trained.metadata['untrained']}"
-        return self.inputs.weights[facts["model"], facts["id"]].name
+        held = self.inputs.weights.get((facts["model"], facts["id"]))
+        return trained.metadata.get("weights") or trained.metadata.get("source", "") if held is None else held.name
 
 
 def summarise(pairs: Sequence[tuple[Scored, Scored]], *, seed: int) -> dict[str, Any]:

@@ -31,5 +31,5 @@ class ZeroShot(TableExperiment):
         "ours-avg",
         "ours-lr",
         "ours-mlp",
-        "ours-id",
+        "typicality",
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut without parameters (option A of the paper)."""
+    """Two 3x3 convolutions in parallel with a shortcut without parameters (option A of the paper)."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()

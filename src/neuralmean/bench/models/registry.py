@@ -1,4 +1,4 @@
-"""Which architectures there are, by name, and how each is built. Knows nothing of weights or data."""
+"""Which architectures there are, by name, and how each is built. Independent of weights and data."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside an identity, or a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions in parallel with an identity, or a 1x1 convolution where the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()

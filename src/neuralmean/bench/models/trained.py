@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from neuralmean.bench.models.registry import architecture, build, names, suggestion
+from neuralmean.data.preprocessing import Interpolation, Preprocessing
 from neuralmean.errors import ArtefactError, InputError
 
 SIZE = 32
@@ -34,8 +35,10 @@ class TrainedModel:
         num_classes: Number of logits; 0 for a model without a class head.
         mean: Mean per colour that is subtracted from images scaled to [0, 1].
         std: What is divided by thereafter.
-        size: Height and width of its images.
-        metadata: What the file says besides (data set, accuracy, recipe, source).
+        size: Height and width of its input; images of other sizes are resized.
+        metadata: What else the file says (data set, accuracy, recipe, source).
+        interpolation: How images of other sizes are resampled.
+        crop_fraction: Share of the resized image's side that the central crop keeps.
     """
 
     model: nn.Module
@@ -45,15 +48,22 @@ class TrainedModel:
     std: Triple
     size: int = SIZE
     metadata: Mapping[str, str] = field(default_factory=dict)
+    interpolation: Interpolation = "bilinear"
+    crop_fraction: float = 1.0
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What images need, in the library's own form."""
+        sides = (self.size, self.size)
+        return Preprocessing(sides, self.mean, self.std, self.interpolation, self.crop_fraction)
 
     def preprocess(self, images: npt.NDArray[np.uint8]) -> Tensor:
-        """Scale and normalise images (N, size, size, 3) as the model expects, whichever set they come from."""
-        if images.ndim == 4 and images.shape[1:3] != (self.size, self.size):
-            raise InputError(
-                f"Expected images of {self.size} x {self.size} for {self.name!r}, but got {images.shape[1]} x "
-                f"{images.shape[2]}. Resize them, or read them with `bench.data`, which does."
-            )
-        return preprocess(images, mean=self.mean, std=self.std)
+        """Resize images (N, H, W, 3) to the model's input and normalise them, (N, 3, size, size), whichever set they are of.
+
+        Images that have this size already, because they were decoded for the model, are not cropped again.
+        """
+        pixels = images if images.shape[1:3] == (self.size, self.size) else self.preprocessing.array_pixels(images)
+        return preprocess(pixels, mean=self.mean, std=self.std)
 
 
 def preprocess(images: npt.NDArray[np.uint8], *, mean: Sequence[float], std: Sequence[float]) -> Tensor:

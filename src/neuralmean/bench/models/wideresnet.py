@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _PreActivationBlock(nn.Module):
-    """bn-relu-conv3x3-bn-relu-conv3x3 beside an identity, or a 1x1 convolution where the shape changes."""
+    """bn-relu-conv3x3-bn-relu-conv3x3 in parallel with an identity, or a 1x1 convolution where the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -105,7 +105,7 @@ def random_resized_crop(images: Tensor, *, smallest: float, flip: bool, generato
 def jitter_colours(images: Tensor, *, generator: Generator, strength: float = 0.4, hue: float = 0.1) -> Tensor:
     """Change brightness, contrast, saturation (by up to `strength`) and hue (by up to `hue` turns) of each image.
 
-    Hue is turned in YIQ rather than HSV space: one matrix product for the batch, and near enough for an augmentation.
+    Hue is rotated in YIQ rather than HSV space: one matrix product for the batch, and near enough for an augmentation.
 
     Args:
         images: Shape (N, 3, H, W).

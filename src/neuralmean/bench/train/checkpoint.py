@@ -23,7 +23,7 @@ FORMAT_VERSION = "1"
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file in one step: whoever reads `path` sees the old file or the new one."""
-    # A copy each: safetensors refuses tensors that share memory, and wants them row by row.
+    # A copy each: safetensors refuses tensors that share memory or are not contiguous.
     plain = {
         key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for key, value in tensors.items()
@@ -107,6 +107,6 @@ def held_run(path: Path) -> dict[str, Any]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint and what a run that was killed while writing it left behind."""
+    """Remove a checkpoint and the leftovers of a run that was killed while writing it."""
     remove_leftovers(path)
     path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The one training loop: steps, schedule, checkpoints. What is learnt, and from which loss, is the task's business.
+"""The one training loop: steps, schedule, checkpoints. The task defines the loss.
 
 Nothing here draws from a random state that lives on from step to step: the order of an epoch depends on the seed and the
-epoch, a step's augmentation and dropout on the seed and the step. A run that was killed therefore goes on to the very
+epoch, a step's augmentation and dropout on the seed and the step. A run that was killed therefore resumes and reaches the very
 numbers that it would have reached undisturbed.
 """
 
@@ -65,7 +65,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how a run goes on, besides what it computes."""
+    """Where and how a run proceeds, apart from what it computes."""
 
     checkpoint: Path
     identity: dict[str, Any]  # what the run is; a checkpoint of another is refused
@@ -83,9 +83,9 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
     Args:
         task: What is trained.
         images: uint8, shape (N, 3, 32, 32), on the device.
-        labels: Shape (N,), where the task wants any.
+        labels: Shape (N,), where the task needs any.
         recipe: How.
-        setting: Where, and what to do besides.
+        setting: Where to run, and how to report progress.
     """
     if len(images) < recipe.batch_size:
         raise InputError(

@@ -17,7 +17,7 @@ from neuralmean.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides what training does, besides the model, the images and the seed.
+    """Everything that determines training, apart from the model, the images and the seed.
 
     Attributes:
         epochs: Passes over the images.

@@ -1,6 +1,6 @@
 """`train`: a model's name and images in, a file of weights out.
 
-Joins the parts: recipe, task, loop, evaluation, file. The file says what the model is, which normalisation it wants, how
+Joins the parts: recipe, task, loop, evaluation, file. The file says what the model is, which normalisation it expects, how
 it was trained and how good it is, with the same keys as the weights that others made.
 """
 
@@ -50,7 +50,7 @@ def train(
     checkpoint_seconds: float = 60.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> TrainedModel:
-    """Train a model and write its weights; a run that was interrupted goes on when called again with the same arguments.
+    """Train a model and write its weights; an interrupted run resumes when called again with the same arguments.
 
     Args:
         name: One of `models.names()`.

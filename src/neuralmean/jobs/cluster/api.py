@@ -135,7 +135,7 @@ def score(
     Args:
         artefact: A saved detector.
         sources: What to score.
-        out: Where to: `.jsonl`, `.csv`, `.parquet` or, as a table, `.txt`; rows have path, score, p_value, is_ood.
+        out: Where to: `.jsonl`, `.csv`, `.parquet` or, as a table, `.txt`; rows have path, score, p_value, is_ood, kind.
         model: The model; None takes the spec in the saved file.
         preprocessing: What to do to the images; None takes what the saved file says.
         address: An existing Ray cluster; None works on this machine.

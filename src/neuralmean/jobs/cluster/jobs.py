@@ -46,6 +46,7 @@ class ChunkScores:
     score: list[float] = field(default_factory=list)
     p_value: list[float] = field(default_factory=list)
     is_ood: list[bool] = field(default_factory=list)
+    kind: list[str] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -53,7 +54,9 @@ class ChunkScores:
 
     def rows(self) -> list[ScoreRow]:
         """The same, image by image."""
-        return [ScoreRow(*row) for row in zip(self.names, self.score, self.p_value, self.is_ood, strict=True)]
+        return [
+            ScoreRow(*row) for row in zip(self.names, self.score, self.p_value, self.is_ood, self.kind, strict=True)
+        ]
 
 
 class ScoreJob:
@@ -79,6 +82,7 @@ class ScoreJob:
             result.score.extend(decision.score.tolist())
             result.p_value.extend(decision.p_value.tolist())
             result.is_ood.extend(decision.is_ood.tolist())
+            result.kind.extend(decision.kind)
         result.unreadable.extend(batches.unreadable)
         return result
 

@@ -123,13 +123,13 @@ function drawStream() {
   draw("stream", 180, (add, width, height) => {
     const y = (value) => height - (height * (value - low + margin)) / (high - low + 2 * margin);
     add("line", { class: "rule", x1: 0, x2: width, y1: y(setup.threshold), y2: y(setup.threshold) });
-    add("text", { x: 4, y: Math.max(12, y(setup.threshold) - 4) }, "threshold");
     latest.forEach((item, i) => {
       const x = width - 8 - ((latest.length - 1 - i) * (width - 16)) / 199, top = y(item.score);
       // Flagged ones are triangles: colour alone tells some people nothing.
       if (item.is_ood) add("path", { class: "dot bad", d: `M${x} ${top - 5}l5 9h-10z` });
       else add("circle", { class: "dot", cx: x, cy: top, r: 2.6 });
     });
+    add("text", { x: 4, y: Math.max(12, y(setup.threshold) - 4) }, "threshold");
   });
   const flagged = latest.filter((item) => item.is_ood).length;
   byId("stream-text").textContent =
@@ -155,7 +155,7 @@ function showMonitor(monitor) {
   byId("rate").textContent = monitor.window_ood_rate === null ? "–" : percent(monitor.window_ood_rate);
   byId("rate-text").textContent = `of the last ${count(monitor.n_window)}; ${percent(monitor.expected_ood_rate)} is usual`;
   byId("evidence").textContent = odds(monitor.log10_evidence);
-  byId("evidence-text").textContent = `alarm at ${odds(monitor.log10_needed)}`;
+  byId("evidence-text").textContent = `against “nothing has changed”; alarm at ${odds(monitor.log10_needed)}` + (monitor.every > 1 ? `. Neighbouring inputs resemble each other: one in ${monitor.every} is used` : "");
   byId("meter").style.width = `${Math.max(0, Math.min(100, (100 * monitor.log10_evidence) / monitor.log10_needed))}%`;
   byId("meter").parentElement.classList.toggle("bad", monitor.drift);
   byId("guarantee").textContent = `${setup.guarantee} ${monitor.guarantee}`;
@@ -165,11 +165,14 @@ function showMonitor(monitor) {
   document.title = `${monitor.drift ? "▲ " : ""}${setup.name} – neuralmean`;
   byId("drift").hidden = !monitor.drift;
   if (monitor.drift) {
-    setText(byId("drift-title"), "The stream has shifted.");
-    const how = monitor.drift_by === "items" ? "the scores of single inputs" : "the mean of many inputs together";
+    setText(byId("drift-title"), "▲ The stream has shifted");
+    const how = { items: "the scores of single inputs", blocks: "the mean of many inputs together", repeats: "repeated inputs" }[monitor.drift_by];
+    const alarm = monitor.alarm, [from, to] = alarm.since;
     const moved = monitor.layers.filter((layer) => layer.moved).slice(0, 3).map((layer) => layer.layer);
     const when = monitor.drift_time ? `, ${new Date(monitor.drift_time * 1000).toLocaleString()}` : "";
-    setText(byId("drift-text"), `Noticed at input ${count(monitor.drift_at)}${when}, by ${how}.` + (moved.length ? ` Moved most: ${moved.join(", ")}.` : ""));
+    const since = from === to ? `with input ${count(from)}` : `between inputs ${count(from)} and ${count(to)}`;
+    setText(byId("drift-text"), `${monitor.sentence} Noticed at input ${count(monitor.drift_at)}${when}, by ${how}. It began ${since}; ` +
+      `${count(alarm.n_flagged)} of the ${count(alarm.n_since)} inputs until the alarm were flagged.` + (moved.length ? ` Layers that moved most: ${moved.join(", ")}.` : ""));
   }
   drawPValues(monitor);
   showLayers(monitor);
@@ -179,9 +182,8 @@ function setText(element, text) { if (element.textContent !== text) element.text
 
 function odds(log10) {
   if (log10 < 0.3) return "none";
-  if (log10 < 4) return `${count(Math.round(10 ** log10))} : 1`;
-  const power = String(Math.floor(log10)).replace(/\d/g, (digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]);
-  return log10 < 1000 ? `10${power} : 1` : "beyond doubt";
+  if (log10 < 6) return `${count(Number((10 ** log10).toPrecision(2)))} to 1`;
+  return log10 < 9 ? "over a million to 1" : log10 < 12 ? "over a billion to 1" : "beyond doubt";
 }
 
 function showLayers(monitor) {
@@ -220,7 +222,7 @@ async function showFlagged(flagged) {
     const entry = document.createElement("li"), picture = document.createElement("img"), text = document.createElement("span");
     picture.src = thumbnails.get(item.number);
     picture.alt = `Flagged input ${item.number}`;
-    text.textContent = `#${item.number} p ${Number(item.p_value.toPrecision(1))}`;
+    text.textContent = `#${item.number}${item.predicted === null ? "" : `, class ${item.predicted}`}, p ${Number(item.p_value.toPrecision(1))}`;
     entry.append(picture, text);
     return entry;
   }));
@@ -241,6 +243,7 @@ async function poll() {
     showMonitor(live.monitor);
     drawStream();
     await showFlagged(live.flagged);
+    await showHistory(false);
   } catch (error) {
     byId("state").className = "state";
     setText(byId("state"), error instanceof TypeError ? "No connection to the server" : error.message);
@@ -250,8 +253,73 @@ async function poll() {
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 
-byId("reset").addEventListener("click", async () => {
-  try { await askJson("/live/reset", { method: "POST" }); byId("file").focus(); await poll(); } catch (error) { setText(byId("drift-text"), error.message); }
+for (const name of ["reset", "accept"]) byId(name).addEventListener("click", async () => {
+  try { await askJson(`/live/${name}`, { method: "POST" }); byId("file").focus(); await poll(); } catch (error) { setText(byId("drift-text"), error.message); }
+});
+
+// ---- the history
+
+let span = "hours";
+let historyAt = 0;
+const openAlarms = new Set();
+
+async function showHistory(force) {
+  if (!setup.history || (!force && Date.now() - historyAt < 15000)) return;
+  historyAt = Date.now();
+  byId("history-part").hidden = false;
+  const answer = await askJson(`/history?span=${span}`);
+  drawHistory(answer.rows);
+  byId("alarms").replaceChildren(...answer.alarms.slice(0, 20).map(alarmEntry));
+}
+
+function drawHistory(rows) {
+  const top = Math.max(...rows.map((row) => row.n), 1);
+  draw("history", 150, (add, width, height) => {
+    const base = height - 22, step = width / rows.length, scale = (base - 16) / top;
+    rows.forEach((row, i) => {
+      const bar = add("rect", { class: "bar", x: i * step + 0.5, width: Math.max(1, step - 1), y: base - row.n * scale, height: row.n * scale });
+      bar.append(node("title", {}, `${stamp(row.start)}: ${count(row.n)} inputs, ${count(row.n_ood)} flagged`));
+      add("rect", { class: "bar bad", x: i * step + 0.5, width: Math.max(1, step - 1), y: base - row.n_ood * scale, height: row.n_ood * scale });
+      if (row.n_alarms) add("path", { class: "dot bad", d: `M${(i + 0.5) * step} 3l5 9h-10z` });
+    });
+    add("text", { x: 4, y: height - 6 }, stamp(rows[0].start));
+    add("text", { x: width - 4, y: height - 6, "text-anchor": "end" }, "now");
+  });
+  const total = rows.reduce((sum, row) => sum + row.n, 0), flagged = rows.reduce((sum, row) => sum + row.n_ood, 0);
+  const each = { hours: "half an hour", days: "a day", weeks: "a week" }[span];
+  byId("history-text").textContent = `${count(total)} inputs, ${count(flagged)} flagged (coloured part). A bar is ${each}; ▲ marks an alarm.`;
+}
+
+const stamp = (seconds) => new Date(seconds * 1000).toLocaleString([], span === "hours" ? { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short" });
+
+function alarmEntry(alarm) {
+  const entry = document.createElement("details"), title = document.createElement("summary"), text = document.createElement("p"), pictures = document.createElement("ul");
+  title.textContent = `▲ ${new Date(alarm.time * 1000).toLocaleString()}${alarm.ended ? "" : " (on)"}`;
+  const layers = alarm.layers && alarm.layers.length ? ` Layers: ${alarm.layers.slice(0, 5).join(", ")}.` : "";
+  text.className = "small";
+  text.textContent = `${alarm.sentence} Input ${count(alarm.item)}, began between ${count(alarm.since[0])} and ${count(alarm.since[1])}; ${alarm.n_flagged} of ${alarm.n_since} flagged.${layers}`;
+  pictures.className = "flagged";
+  entry.append(title, text, pictures);
+  const load = async () => {
+    openAlarms.add(alarm.id);
+    for (const number of alarm.examples) {
+      const response = await ask(`/history/pictures/${number}`).catch(() => null);
+      if (!response || !response.ok) continue;
+      const item = document.createElement("li"), picture = document.createElement("img");
+      picture.src = URL.createObjectURL(await response.blob()); picture.alt = `Input ${number}`;
+      item.append(picture); pictures.append(item);
+    }
+  };
+  entry.open = openAlarms.has(alarm.id);
+  if (entry.open) load();
+  entry.addEventListener("toggle", () => { if (!entry.open) openAlarms.delete(alarm.id); else if (!openAlarms.has(alarm.id)) load(); });
+  return entry;
+}
+
+for (const button of document.querySelectorAll("[data-span]")) button.addEventListener("click", () => {
+  span = button.dataset.span;
+  for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
+  showHistory(true);
 });
 
 // ---- checking one image
@@ -287,7 +355,11 @@ function showResult(result, file) {
   byId("result").hidden = false;
   byId("verdict").className = `verdict${result.is_ood ? " bad" : ""}`;
   byId("verdict").textContent = result.is_ood ? "▲ Out of distribution" : "● In distribution";
+  byId("kind").textContent = result.kind_sentence;
+  byId("map").hidden = !result.map;
+  if (result.map) byId("map").src = result.map;
   byId("sentence").textContent = result.sentence;
+  byId("predicted").textContent = result.predicted === undefined ? "" : `The model says class ${result.predicted}.`;
   byId("reason").textContent = result.reason;
   if (setup) drawDistribution(result);
   drawProfile(result);

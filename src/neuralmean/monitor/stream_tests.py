@@ -1,0 +1,146 @@
+"""The sequential tests that a `Monitor` runs on scores: items against two references, thinned items, and repeats.
+
+Each promises on its own that its evidence ever reaches 1 / rate with a probability of at most the rate, on a stream whose items
+are exchangeable with the reference scores. The thinned tests promise it for streams whose items are so only at a distance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neuralmean.stats.betting import WEIGHTS, log_bin_probabilities, log_densities
+from neuralmean.stats.correlation import LEVELS
+from neuralmean.stats.sequential import Evidence, FixedBins, OnlineRanks
+
+Floats = NDArray[np.float64]
+
+BOTH_WEIGHTS: Floats = np.concatenate([0.6 * WEIGHTS, 0.4 * WEIGHTS])  # growing reference, fixed reference
+BOUND = 0.9  # of the capital, on the next input being the same as the last
+N_REPEATS = 10  # in a row, at the least: a client that sends an input again after an error is no frozen camera
+_SAME = 1e-4  # of the deviation of scores, or the length of a vector; the same input gives other last digits in another batch
+
+
+class ItemTests:
+    """Tests of single scores: of all items, and of one in 4, 16, ... for correlated streams.
+
+    Args:
+        reference: The scores that the stream is compared with, (n,).
+        seed: Of the random order of equal scores.
+    """
+
+    def __init__(self, reference: Floats, seed: int) -> None:
+        self.ranks = OnlineRanks(reference, seed=seed)
+        start = self.ranks.ordered()
+        self._bins = [FixedBins(*start) for _ in LEVELS]
+        self._log_expected = log_bin_probabilities(self._bins[0].p_edges)  # (B, K)
+        self.evidence = [Evidence(BOTH_WEIGHTS), *(Evidence(WEIGHTS) for _ in LEVELS[1:])]
+
+    def update(self, scores: Floats) -> tuple[list[Floats], Floats]:
+        """Take the next scores in, (N,).
+
+        Returns:
+            For each level the logarithms of the evidence after each of its items, and for each item what `gains` needs, (N, 3):
+            its p-value among all before it, its bin, and the logarithm of the bin's probability.
+        """
+        n_before = self.evidence[0].n
+        p_values, ties = self.ranks.rank(scores)
+        bins, log_null = self._bins[0].add(scores, ties)
+        notes = np.stack([p_values, bins, log_null], axis=1)
+        found = [self.evidence[0].update(self.gains(notes))]
+        for level, own, evidence in zip(LEVELS[1:], self._bins[1:], self.evidence[1:], strict=True):
+            rows = slice(-n_before % level, None, level)
+            bins, log_null = own.add(scores[rows], ties[rows])
+            found.append(evidence.update(self._log_expected[bins] - log_null[:, None]))
+        return found, notes
+
+    def gains(self, notes: Floats) -> Floats:
+        """Return what each bet on all items gains, (N, 2K)."""
+        bins = notes[:, 1].astype(np.int64)
+        return np.concatenate([log_densities(notes[:, 0]), self._log_expected[bins] - notes[:, 2:]], axis=1)
+
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        """Return what `restore` needs: arrays by name, and JSON values."""
+        arrays, values = self.ranks.state()
+        counts = np.stack([bins.counts for bins in self._bins])
+        return {**arrays, "bins": counts}, {"ranks": values, "evidence": [one.state() for one in self.evidence]}
+
+    def restore(self, arrays: dict[str, NDArray[Any]], values: dict[str, Any]) -> None:
+        """Go on as at `state`, bit for bit, given the same reference and seed.
+
+        Raises:
+            ValueError: Arrays that no `state` could have returned.
+        """
+        counts = arrays["bins"]
+        if counts.shape != (len(LEVELS), len(self._bins[0].counts)) or (counts < 0).any() or (counts >= 2**53).any():
+            raise ValueError("the bins are not those of the reference")
+        self.ranks = OnlineRanks.restore(arrays, values["ranks"])
+        for bins, row in zip(self._bins, counts, strict=True):
+            bins.counts = row.astype(np.int64)
+        shares = [BOTH_WEIGHTS, *(WEIGHTS for _ in LEVELS[1:])]
+        self.evidence = [Evidence.restore(one, own) for one, own in zip(values["evidence"], shares, strict=True)]
+
+
+class RepeatTest:
+    r"""Tests whether an input is the same as the one before it, as from a frozen camera.
+
+    Of :math:`N` earlier scores let :math:`c` be equal to the last one but for rounding, itself included. If all are
+    exchangeable, the next one is with probability at most :math:`c / N`: a bet on it pays :math:`N / c`. If vectors are known
+    they must be equal as well, which only makes repeats rarer.
+
+    Args:
+        reference: The scores that the stream is compared with, (n,).
+    """
+
+    def __init__(self, reference: Floats) -> None:
+        self.tolerance = _SAME * float(reference.std()) if len(reference) else 0.0
+        self.evidence = Evidence(np.ones(1))
+        self.n_repeats = 0  # in a row, up to now
+        self.last_score = math.nan
+        self.last_vector: Tensor | None = None
+
+    def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> Floats:
+        """Return the logarithm of the evidence after each of the next items, (N,), or minus infinity where too few repeat.
+
+        Args:
+            scores: Their scores, which `ranks` has taken in.
+            vectors: Their vectors, (N, D), or None.
+            ranks: All scores so far.
+        """
+        if not len(scores):
+            return np.empty(0)
+        before = np.concatenate([[self.last_score], scores[:-1]])
+        same = np.abs(scores - before) <= self.tolerance
+        if vectors is not None:
+            first = vectors[:1] if self.last_vector is None else self.last_vector[None]
+            earlier = torch.cat([first.to(vectors), vectors[:-1]])
+            same &= ((vectors - earlier).norm(dim=1) <= _SAME * earlier.norm(dim=1)).cpu().numpy()
+            self.last_vector = vectors[-1].detach().cpu().clone()
+        gains = np.full(len(scores), math.log(1 - BOUND))
+        for row in np.flatnonzero(same).tolist():
+            odds = len(ranks) / max(1, ranks.count_near(float(before[row]), self.tolerance))
+            gains[row] = math.log(1 - BOUND + BOUND * odds)
+        self.last_score = float(scores[-1])
+        log_values = self.evidence.update(gains[:, None])
+        for row, repeated in enumerate(same):
+            self.n_repeats = self.n_repeats + 1 if repeated else 0
+            if self.n_repeats < N_REPEATS:
+                log_values[row] = -math.inf
+        return log_values
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, as JSON values; the last vector is not in it."""
+        last = None if math.isnan(self.last_score) else self.last_score
+        return {"evidence": self.evidence.state(), "n_repeats": self.n_repeats, "last_score": last}
+
+    def restore(self, values: dict[str, Any], last_vector: Tensor | None) -> None:
+        """Go on as at `state`, bit for bit, given the same reference."""
+        self.evidence = Evidence.restore(values["evidence"], np.ones(1))
+        self.n_repeats = int(values["n_repeats"])
+        self.last_score = math.nan if values["last_score"] is None else float(values["last_score"])
+        self.last_vector = last_vector

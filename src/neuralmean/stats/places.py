@@ -1,0 +1,111 @@
+r"""From the share of each channel in a score to the share of each place: pure functions of activations.
+
+A channel mean is a sum over positions, so what a channel adds to a score can be split over its positions without a remainder.
+With :math:`s_c` what channel c adds, :math:`a_{cp}` its activation at position p and :math:`m_c` its mean over the training
+data, position p receives
+
+.. math::
+    s_c \, \frac{(a_{cp} - m_c)^4}{\sum_q (a_{cq} - m_c)^4}.
+
+The split that is linear in :math:`a_{cp} - m_c` adds up just as well, but the structure of any natural image drowns the unusual
+place in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_MOST_PREFIX_TOKENS = 16  # class and register tokens before the patches of a vision transformer
+
+
+def position_weights(activation: Tensor, centre: Tensor, *, channels_last: bool = False) -> Tensor:
+    """Return how much each position of each channel stands out: the fourth power of its distance, a new tensor (N, C, P).
+
+    Args:
+        activation: Shape (N, C, ...), or (N, ..., C) with `channels_last`.
+        centre: Mean of each channel over the training data, shape (C,).
+        channels_last: Whether the channels are the last dimension.
+    """
+    wide = activation.float()
+    rows = wide.reshape(len(wide), -1, wide.shape[-1]) if channels_last else wide.reshape(*wide.shape[:2], -1)
+    weights = rows - (centre if channels_last else centre[:, None])
+    weights = weights.square_().square_()
+    return weights.transpose(1, 2) if channels_last else weights
+
+
+def split_over_positions(weights: Tensor, shares: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of each position in what a layer adds to the score, float64 (N, P), adding up to the shares.
+
+    Args:
+        weights: What `position_weights` returned, shape (N, C, P).
+        shares: What each channel adds to the score, shape (N, C).
+        mask: Shape (N, P): the positions that count.
+
+    Example:
+        >>> activation = torch.tensor([[[1.0, 3.0], [0.0, 0.0]]])  # two channels, two positions
+        >>> weights = position_weights(activation, torch.tensor([1.0, 0.0]))
+        >>> split_over_positions(weights, torch.tensor([[4.0, 2.0]]))
+        tensor([[1., 5.]], dtype=torch.float64)
+    """
+    if mask is not None:
+        weights = weights * mask.unsqueeze(1)
+    total = weights.sum(dim=2)
+    parts = shares.to(total.dtype) / total.clamp_min(1e-38)
+    if not bool(total.sum().isfinite()):  # a power overflowed
+        weights = weights.masked_fill(~total.isfinite().unsqueeze(2), 0.0)
+    maps = torch.bmm(parts.unsqueeze(1), weights).squeeze(1).double()
+    # Channels without any distance, or beyond all measure, belong to every position alike; so does what rounding left over.
+    even = torch.ones_like(maps) if mask is None else mask.to(maps.dtype)
+    rest = shares.double().sum(dim=1, keepdim=True) - maps.sum(dim=1, keepdim=True)
+    return maps + even * (rest / even.sum(dim=1, keepdim=True).clamp_min(1))
+
+
+def enlarge(maps: Tensor, size: Sequence[int]) -> Tensor:
+    """Enlarge (or reduce) maps (N, *positions) to (N, *size) by linear interpolation that keeps the sum of each map.
+
+    Example:
+        >>> enlarge(torch.tensor([[1.0, 3.0]]), (4,)).sum().item()
+        4.0
+    """
+    for dim, target in enumerate(size, start=1):
+        if maps.shape[dim] != target:
+            weights = _interpolation(maps.shape[dim], target).to(maps)
+            maps = (maps.movedim(dim, -1) @ weights).movedim(-1, dim)
+    return maps
+
+
+def patch_grid(n_tokens: int, size: Sequence[int]) -> tuple[int, tuple[int, int]] | None:
+    """Return how many tokens come before those of patches, and the grid of patches of an image of this size.
+
+    None where the tokens form no grid of square patches.
+
+    Example:
+        >>> patch_grid(197, (224, 224)), patch_grid(2, (224, 224))
+        ((1, (14, 14)), None)
+    """
+    height, width = size
+    for prefix in range(min(_MOST_PREFIX_TOKENS, n_tokens - 1) + 1):
+        rows = math.isqrt((n_tokens - prefix) * height // width)
+        for candidate in (rows, rows + 1):
+            columns = (n_tokens - prefix) // candidate if candidate else 0
+            is_grid = columns > 1 and candidate * columns == n_tokens - prefix
+            if is_grid and candidate * width == columns * height:
+                return prefix, (candidate, columns)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _interpolation(source: int, target: int) -> Tensor:
+    """Return the weights (source, target) by which each source position is spread; the rows add up to 1."""
+    identity = torch.eye(source, dtype=torch.float64).unsqueeze(1)
+    if target > source:
+        weights = torch.nn.functional.interpolate(identity, size=target, mode="linear", align_corners=False)
+    else:
+        weights = torch.nn.functional.adaptive_avg_pool1d(identity, target)
+    weights = weights.squeeze(1)
+    return weights / weights.sum(dim=1, keepdim=True)

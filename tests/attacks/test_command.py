@@ -1,0 +1,83 @@
+"""The command with hostile files, full disks and closed streams, in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import nmd, pictures, save_pictures, saved, world  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors and limits of POSIX")
+
+
+def shell(command, folder):
+    """Run a line of shell in which `nmd` is the command; its folder is not on Python's path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path != str(folder))}
+    line = command.replace("nmd ", f"{sys.executable} -c 'from neuralmean.cli import main; main()' ", 1)
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_file_does_not_make_the_command_import_code_from_the_working_folder(saved, world):
+    (world / "toynet.py").write_text("import pathlib; pathlib.Path('hacked').touch()")
+    done = shell("nmd score m.nmd new", world)
+    assert done.returncode == 1
+    assert "pass --trust-local-code" in done.stderr
+    assert not (world / "hacked").exists()
+
+
+def test_out_does_not_overwrite_what_is_read(saved, world, nmd):
+    before = saved.read_bytes()
+    for name in ("m.nmd", "./m.nmd", "new/../m.nmd"):
+        code, _, err = nmd("score", "m.nmd", "new", "--format", "csv", "--out", name)
+        assert (code, "Expected --out to be another file than" in err) == (2, True)
+    os.link(world / "m.nmd", world / "link")
+    (world / "sym").symlink_to("m.nmd")
+    code, _, err = nmd("score", "m.nmd", "new", "--format", "csv", "--out", "sym")
+    assert (code, "which is read" in err) == (2, True)
+    assert saved.read_bytes() == before
+
+
+def test_with_stderr_closed_results_still_come(saved, world):
+    done = shell("nmd score m.nmd new --format json --trust-local-code 2>&-", world)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 10)
+    assert shell("nmd score none.nmd new 2>&-", world).returncode == 1
+    assert shell("nmd score m.nmd new --trust-local-code 0<&-", world).returncode == 0
+
+
+def test_with_stdout_closed_the_command_fails_and_says_so(saved, world):
+    done = shell("nmd score m.nmd new --trust-local-code >&-", world)
+    assert done.returncode == 1
+    assert "expected to write the answer" in done.stderr
+
+
+def test_a_cell_is_no_formula(saved, world, nmd):
+    save_pictures(world / "odd", pictures(1, 5))
+    names = ["=1+1.png", "+1.png", "-1.png", "@SUM(A1).png", "plain.png"]
+    for name in names:
+        shutil.copy(world / "odd" / "0000.png", world / name)
+    assert nmd("score", "m.nmd", *[f"./{name}" for name in names], "--out", "x.csv")[0] == 0
+    with (world / "x.csv").open(newline="") as file:
+        cells = [row["path"] for row in csv.DictReader(file)]
+    assert not [cell for cell in cells if cell[0] in "=+-@"]
+    assert all((world / cell).exists() for cell in cells)
+
+
+def test_a_full_disk_is_told_by_the_journal(saved, world):
+    save_pictures(world / "many", pictures(150, 11))
+    limited = "ulimit -f 4; trap '' XFSZ; "  # blocks of 1,024 bytes
+    args = "m.nmd many --out x.json --batch-size 20 --quiet --trust-local-code"
+    done = shell(f"{limited}nmd score {args}", world)
+    assert done.returncode == 1
+    assert "What is finished is kept: run it again to go on" in done.stderr
+    assert "the answer" not in done.stderr
+    assert "Traceback" not in done.stderr
+    done = shell(f"nmd score {args} --resume", world)
+    assert done.returncode == 0, done.stderr
+    assert len((world / "x.json").read_text().splitlines()) == 150
