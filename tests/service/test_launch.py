@@ -179,7 +179,7 @@ def test_sigterm_under_load_answers_what_was_accepted_and_exits_with_0(saved):
         "from neuralmean.service import serve\n"
         "serve(sys.argv[1], port=0, max_batch=2, trust_local_code=True)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(saved)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )
