@@ -231,8 +231,8 @@ def draw_layers(names: Sequence[str], sets: Mapping[str, Scores], spread: Scores
 
 
 def signed(value: float) -> str:
-    """Write a difference with its sign, to two decimals: the numbers of a column line up."""
-    return f"{value:+.2f}".replace("-", "\u2212")
+    """Write a difference with its sign."""
+    return f"{value:+.3g}".replace("-", "\u2212")
 
 
 def _dot(count: int, width: int) -> float:

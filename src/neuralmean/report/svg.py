@@ -198,7 +198,7 @@ def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequenc
     if len(places) > 1 and 6.6 * max(map(len, names)) + 8 < gap:
         for place, name in zip(places, names, strict=True):
             canvas.line(place, box.bottom, place, box.bottom + 4, "axis")
-            canvas.text(place, box.bottom + 18, name, "tick", anchor="middle")
+            canvas.text(place, box.bottom + 18, name, "tick", anchor="middle", title=name)
         return
     every = max(1, math.ceil(24 / gap)) if gap > 0 else len(places)
     for index in range(0, len(places), every):
