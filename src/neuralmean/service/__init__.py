@@ -76,7 +76,7 @@ def serve(
     weights: str | Path | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
-    freeze: bool = False,
+    device: str | None = None,
     trust_local_code: bool = False,
     log_format: str = "text",
     grpc_port: int | None = None,
@@ -95,8 +95,7 @@ def serve(
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
-        freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
-            changes the last digits: see `Detector.freeze`.
+        device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
         log_format: `text` or `json`: how the lines on stderr look.
         grpc_port: Port for the gRPC form of the protocol; None serves HTTP only. Needs `pip install neuralmean[grpc]`.
@@ -121,7 +120,7 @@ def serve(
             rate=rate,
             model=model,
             weights=weights,
-            freeze=freeze,
+            device=device,
             trust_local_code=trust_local_code,
         )
     )

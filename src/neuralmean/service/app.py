@@ -27,6 +27,7 @@ from neuralmean.service import schema
 from neuralmean.service.batching import Answer, Batcher, Job
 from neuralmean.service.bodies import BodyReader, NamedBytes, decode_images, decode_small, split_files
 from neuralmean.service.describe import describe_detector, describe_p_value, describe_reason, layer_profile
+from neuralmean.service.freezing import freeze_later
 from neuralmean.service.gate import Gate
 from neuralmean.service.handlers import add_handlers, json_answer
 from neuralmean.service.history import N_PICTURES, History, read_alarms, read_picture, read_span
@@ -105,7 +106,8 @@ class Service:
     async def running(self, _: Any = None) -> AsyncIterator[None]:
         """Run the worker; at the end finish what was accepted and save the monitor's state."""
         n_threads = torch.get_num_threads()
-        runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(n_threads))
+        example = None if self.preprocessing is None else self.preprocessing.example()
+        runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(example, n_threads))
         decoders = self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
         self.batcher = Batcher(
             runners,
@@ -114,6 +116,8 @@ class Service:
             queue=self.settings.queue,
             after=self.live.take,
         )
+        if self.settings.freeze and example is not None:
+            freeze_later(self.detector, runners, example)
         saving = asyncio.create_task(self._save_now_and_then())
         started: list[Companion] = []
         try:
@@ -132,9 +136,8 @@ class Service:
             if self.live.history is not None:
                 await asyncio.to_thread(self.live.history.close)
 
-    def _warm_up(self, n_threads: int) -> list[Runner]:
+    def _warm_up(self, example: torch.Tensor | None, n_threads: int) -> list[Runner]:
         """Run the model where the size of its input is known, so that the first request is as fast as the next."""
-        example = None if self.preprocessing is None else self.preprocessing.example()
         if example is None:
             return make_runners(self.detector, None, n_threads)
         output = run_pass(self.detector, example).output
