@@ -320,7 +320,7 @@ class TestScore:
         _score(saved, good, tmp_path / "out.scores", format="json")
         assert (tmp_path / "out.scores").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
         _score(saved, good, tmp_path / "out.txt")
-        assert (tmp_path / "out.txt").read_text().split()[:4] == ["verdict", "p-value", "score", "path"]
+        assert (tmp_path / "out.txt").read_text().split()[:5] == ["verdict", "kind", "p-value", "score", "path"]
         with pytest.raises(InputError, match="Expected the format to be one of"):
             _score(saved, good, tmp_path / "out.jsonl", format="xml")
 
