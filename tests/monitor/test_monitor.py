@@ -17,7 +17,9 @@ from neuralmean import Detector
 from neuralmean.detector.decision import Decision
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
 from neuralmean.files.artefact import Artefact
-from neuralmean.monitor.monitor import BLOCK, P_VALUE_EDGES, Monitor
+from neuralmean.monitor.block_test import BLOCK
+from neuralmean.monitor.counters import P_VALUE_EDGES
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.stats.calibration import Calibration
 from neuralmean.stats.held_out_profile import ProfileBuilder
 

@@ -271,6 +271,8 @@ def read_alarms(path: str | Path, *, limit: int = 100) -> list[dict[str, Any]]:
 
 def read_picture(path: str | Path, number: int) -> bytes | None:
     """Return the picture of an item as PNG; None if it is not, or no longer, kept."""
+    if not 0 < number < 2**63:  # SQLite's numbers end there
+        return None
     with _open_to_read(path) as connection:
         both = "SELECT png FROM alarm_pictures WHERE number = ? UNION ALL SELECT png FROM pictures WHERE number = ?"
         row = connection.execute(both, (number, number)).fetchone()
