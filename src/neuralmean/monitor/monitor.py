@@ -175,7 +175,7 @@ class Monitor:
     def _take(self, decision: Decision, scores: Floats, vectors: Tensor | None) -> None:
         n_before, n_tested = self._counters.n_seen, self._items.n
         found, notes = self._items.update(scores)
-        repeats = self._repeats.update(scores, vectors, self._items.ranks)
+        repeats, n_repeats = self._repeats.update(scores, vectors, self._items.ranks)
         blocks = np.empty(0) if vectors is None else self._blocks.update(vectors)
         self._counters.add(decision)
         self._recent.add(decision, scores, notes)
@@ -188,7 +188,7 @@ class Monitor:
         by_blocks = bool((blocks >= self._log_needed("blocks")).any())
         if (repeats >= self._log_needed("repeats")).any():
             place = int(np.flatnonzero(repeats >= self._log_needed("repeats"))[0])
-            self._alarm = self._describe("repeats", n_before + 1 + place)
+            self._alarm = self._describe("repeats", n_before + 1 + place, int(n_repeats[place]))
         elif (reached or by_blocks) and self._may_judge():
             since, _ = change_before(self._n_seen, self._n_seen, self._recent, self._items)
             self._spacing.estimate(self._recent, self._n_seen, since)
@@ -221,8 +221,8 @@ class Monitor:
             self._n_followed += 1
             self._accept(count)
 
-    def _describe(self, test: Test, item: int) -> Alarm:
-        return describe(test, item, self._n_seen, self._recent, self._items, self._repeats.n_repeats)
+    def _describe(self, test: Test, item: int, n_repeats: int = 0) -> Alarm:
+        return describe(test, item, self._n_seen, self._recent, self._items, n_repeats)
 
     @property
     def _n_seen(self) -> int:
