@@ -89,14 +89,26 @@ class Decision:
 
     @property
     def level(self) -> float:
-        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
-        return self.calibration.level
+        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for.
+
+        With groups and a confidence each group has a level of its own: see `levels`.
+        """
+        if self.calibration.group_of is None:
+            return self.calibration.level
+        own = {calibration.level for _, calibration in self._parts}
+        return own.pop() if len(own) == 1 else self.calibration.level
+
+    @property
+    def levels(self) -> Tensor:
+        """The p-value at or below which each input is flagged, that of its group if there are groups; float64 of shape (N,)."""
+        return self._by_part(lambda own, _: own.level)
 
     @property
     def is_ood(self) -> Tensor:
         """Which inputs are flagged, shape (N,)."""
-        level = self.level if self.calibration.group_of is None else self._by_part(lambda own, _: own.level)
-        return (self.p_value <= level).to(self.score.device)
+        return (self.p_value <= (self.level if self.calibration.group_of is None else self.levels)).to(
+            self.score.device
+        )
 
     def select(self, fdr: float = 0.1) -> Tensor:
         """Return which inputs to look at so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
