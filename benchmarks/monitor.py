@@ -174,7 +174,7 @@ def _row(found: dict[str, Any]) -> str:
         "within_20",
         "change_inside_since",
     )
-    return " | ".join(["", *("–" if found[name] is None else str(found[name]) for name in columns), ""]).strip()
+    return " | ".join(["", *("-" if found[name] is None else str(found[name]) for name in columns), ""]).strip()
 
 
 def main() -> None:

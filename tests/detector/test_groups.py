@@ -85,7 +85,7 @@ def test_small_groups_are_pooled_with_a_warning_that_names_them():
         calibration = Calibration.of(scores, 0.05, groups=labels)
     assert (list(calibration.groups), calibration.pooled) == (["a"], ("b", "c"))
     decision = Decision(torch.tensor([35.0, 35.0, 35.0]), calibration, groups=("a", "b", "unknown"))
-    with pytest.warns(CalibrationWarning, match="1 group had no held-out examples: 'unknown'"):
+    with pytest.warns(CalibrationWarning, match="1 of the groups had no held-out examples: 'unknown'"):
         assert decision.p_value.tolist() == pytest.approx([1 / 31, 26 / 31, 26 / 31])
     with pytest.warns(CalibrationWarning, match="the false-alarm rate holds over all inputs, not for them"):
         alone = Calibration.of(scores[:35], 0.05, groups=labels[:35])

@@ -89,6 +89,29 @@ def test_an_alarm_keeps_its_examples_after_newer_pictures_have_come(path):
     assert read_totals(path)["n_pictures"] == 5
 
 
+def test_layers_that_are_known_later_are_added_to_the_alarm_that_is_on(path):
+    history = History(path)
+    history.begin_alarm({"item": 3, "examples": [], "layers": []})
+    history.end_alarm()
+    history.begin_alarm({"item": 9, "examples": [], "layers": []})
+    history.name_layers(["conv1", "conv2"])
+    history.close()
+    assert [(alarm["item"], alarm["layers"]) for alarm in read_alarms(path)] == [(9, ["conv1", "conv2"]), (3, [])]
+
+
+def test_the_file_stays_within_its_bound_however_fast_rows_come(path, monkeypatch):
+    monkeypatch.setattr("neuralmean.service.history.EVERY_S", 1000)  # this thread writes
+    history, sizes = History(path, max_bytes=2_000_000), []
+    for part in range(30):
+        history.add(_rows(1 + 5000 * part, 5000, time.time(), every=0.001))
+        history._write()
+        sizes.append(sum(file.stat().st_size for file in path.parent.glob("history.db*")))
+    history.close()
+    assert path.stat().st_size <= 2_000_000
+    assert max(sizes) < 2_000_000 + 4 * 2**20 + 500_000  # SQLite's log is merged every 4 MiB
+    assert max(row.number for row in read_rows(path)) == 150_000
+
+
 def test_old_rows_go_by_age_and_by_size(path):
     history = History(path, days=1)
     now = time.time()

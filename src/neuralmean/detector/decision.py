@@ -13,7 +13,7 @@ from neuralmean.detector import html
 from neuralmean.detector.kinds import SENTENCES, Kind, name_kinds
 from neuralmean.errors import InputError
 from neuralmean.stats.calibration import Calibration, check_rate
-from neuralmean.stats.false_flags import benjamini_hochberg, most_false
+from neuralmean.stats.false_flags import benjamini_hochberg, most_false_flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,9 @@ class Decision:
         # Each group has held-out scores of its own: the bounds of all of them hold together.
         confidence = 1 - (1 - confidence) / max(1, len(self._parts))
         return sum(
-            _most_false(self.p_value[rows], own, own.level if level is None else level, confidence)
+            most_false_flags(
+                self.p_value[rows].numpy(), len(own.scores), own.level if level is None else level, confidence
+            )
             for rows, own in self._parts
         )
 
@@ -209,14 +211,6 @@ class Explanation:
     def __repr__(self) -> str:
         names = ", ".join(name for name, _ in self.top_layers())
         return f"Explanation({len(self.score)} inputs; first: {names})"
-
-
-def _most_false(p_values: Tensor, calibration: Calibration, level: float, confidence: float) -> int:
-    """Return how many of the inputs with a p-value of at most `level` are false flags at the most."""
-    count = len(calibration.scores)
-    ranks = (p_values * (count + 1)).round().long().numpy()
-    flagged = ranks[(p_values <= level).numpy()]
-    return most_false(ranks, count, int(flagged.max()), confidence) if len(flagged) else 0
 
 
 def _top(values: Tensor, names: tuple[str, ...], n: int) -> list[tuple[str, float]]:

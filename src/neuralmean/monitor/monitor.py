@@ -32,6 +32,7 @@ from neuralmean.scorers import Observation
 from neuralmean.scorers.contract import needs_of, score_rows
 from neuralmean.stats.calibration import Calibration, check_rate
 from neuralmean.stats.correlation import LEVELS
+from neuralmean.stats.false_flags import most_false_flags
 
 Floats = NDArray[np.float64]
 
@@ -314,6 +315,19 @@ class Monitor:
         """Return which inputs in the window were flagged, oldest first."""
         with self._lock:
             return [item.flagged for item in self._recent.last(self.window)]
+
+    def window_false_flags(self, *, confidence: float = 0.95) -> tuple[int, int | None]:
+        """Return how many inputs in the window were flagged, and how many of these are false flags at the most.
+
+        The bound holds with the confidence. It is None for a detector that was calibrated by group; see `Decision.most_false`.
+        """
+        with self._lock:
+            items, calibration = self._recent.last(self.window), self._calibration()
+        n_flagged = sum(item.flagged for item in items)
+        if calibration.group_of is not None:
+            return n_flagged, None
+        p_values = np.array([item.p_value for item in items])
+        return n_flagged, most_false_flags(p_values, len(calibration.scores), calibration.level, confidence)
 
     def save(self, path: str | Path) -> None:
         """Write the whole state to a file, whole or not at all."""

@@ -134,8 +134,8 @@ class Calibration:
             holds = "The false-alarm rate holds for them together, not for each."
         else:
             holds = (
-                "Together they have fewer as well, so they are compared with the examples of all groups, and the false-alarm rate "
-                "holds over all inputs, not for them."
+                "Together they have fewer as well, so they are compared with the examples of all groups, and the "
+                "false-alarm rate holds over all inputs, not for them."
             )
         warnings.warn(
             f"{len(self.pooled)} of {len(self.group_names)} groups have fewer than {needed} held-out examples and are pooled: "
@@ -158,10 +158,10 @@ class Calibration:
         for row, label in enumerate(groups):
             rows.setdefault(str(label) if str(label) in self.groups else None, []).append(row)
         if unknown := {str(groups[row]) for row in rows.get(None, ())} - set(self.group_names):
+            known = "the pooled groups" if len(self.pool.scores) < len(self.scores) else "all held-out examples"
             warnings.warn(
-                f"{len(unknown)} {'group' if len(unknown) == 1 else 'groups'} had no held-out examples: {_some(sorted(unknown))}. Their inputs are compared with "
-                f"{'the pooled groups' if len(self.pool.scores) < len(self.scores) else 'all held-out examples'}, and the "
-                "false-alarm rate may not hold for them. Calibrate with examples of them.",
+                f"{len(unknown)} of the groups had no held-out examples: {_some(sorted(unknown))}. Their inputs are compared "
+                f"with {known}, and the false-alarm rate may not hold for them. Calibrate with examples of them.",
                 CalibrationWarning,
                 stacklevel=4,
             )
