@@ -118,6 +118,11 @@ class History:
         self._thread.join()
         self._connection.close()
 
+    @property
+    def n_waiting(self) -> int:
+        """How many decisions are not yet written."""
+        return len(self._items)
+
     def flush(self) -> None:
         """Write what is waiting now."""
         with self._lock:
