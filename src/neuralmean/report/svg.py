@@ -187,7 +187,7 @@ def names_room(names: Sequence[str], room: int = 18) -> float:
 
 
 def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequence[str], *, room: int = 18) -> None:
-    """Write names below the places that they belong to: level if they fit, else rotated and as many as fit, or those of stages."""
+    """Write names below the places that they belong to: level if they fit, else rotated and thinned, or those of stages."""
     canvas.line(box.left, box.bottom, box.right, box.bottom, "axis")
     if not places:
         return
