@@ -59,6 +59,11 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt peers.txt
 integrations: $(INTEGRATIONS)/.ready
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/service/test_grpc.py tests/service/test_telemetry.py tests/test_deploy.py
 
+mutation: $(READY)
+	$(BIN)/python -m pip install --quiet 'mutmut>=3.8'
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
+
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report term:skip-covered
 

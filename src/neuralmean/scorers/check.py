@@ -108,7 +108,7 @@ class _Check:
             self._expect_equal(near, total, "contributions and terms that add up to the score", rough=True)
 
     def _fitted(self, inliers: Observation) -> Scorer:
-        scorer = self._call("be copied", lambda: copy.deepcopy(self._scorer))
+        scorer: Scorer = self._call("be copied", lambda: copy.deepcopy(self._scorer))
         self._fit(scorer, inliers)
         return scorer
 
