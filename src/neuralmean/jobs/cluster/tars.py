@@ -51,7 +51,7 @@ class TarMembers:
                     yield _read(file, member, size)
         except OSError as error:
             while True:
-                yield Unreadable("", f"the system said: {error.strerror or error}")
+                yield Unreadable("", f"the system reported: {error.strerror or error}")
 
     def select(self, places: Sequence[int]) -> TarMembers:
         """Return some of the images."""
@@ -79,7 +79,7 @@ def list_members(path: str) -> Iterator[Member | Unreadable]:
         yield Unreadable(path, _COMPRESSED)
     except (OSError, ValueError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield Unreadable(path, f"the system said: {reason}")
+        yield Unreadable(path, f"the system reported: {reason}")
 
 
 def _read(file: Any, member: Member, size: int) -> Item:
