@@ -68,9 +68,8 @@ Workers = Annotated[
         help="Processes that decode images; one less than the number of cores by default. With ray, its workers.",
     ),
 ]
-Freeze = Annotated[
-    bool,
-    typer.Option("--freeze", help="Run the model as one compiled graph: faster; the last digits of scores differ."),
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="Where the model runs: cpu, cuda, cuda:1 ...")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
 
