@@ -1,4 +1,4 @@
-"""`nmd explain`: which layers saw something strange, and where in the image."""
+"""`nmd explain`: which layers make the score high, and where in the image."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 from neuralmean.errors import InputError, UsageError
 
 _BAR = 40
@@ -24,17 +25,19 @@ def explain(
             metavar="IMAGE", help="An image, or a row of an array file as `nmd score` names it.", show_default=False
         ),
     ],
-    top: Annotated[int, typer.Option("--top", min=1, help="How many channels to show.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of channels to show.")] = 5,
     format_: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="PNG", help="Write the image with a map of where the score comes from."),
+        typer.Option(
+            "--out", metavar="PNG", help="Write the image with a map of where the score comes from to this PNG file."
+        ),
     ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Show how much each layer, and with --out each place, adds to the score of an image."""
+    """Show how much each layer, and with --out each place, contributes to the score of an image."""
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
     from neuralmean.detector.saved import open_saved
@@ -55,7 +58,7 @@ def explain(
         batches = ImageBatches([path], opened.need_preprocessing(), workers=0, skip=lambda name: name != wanted)
     batch = next(iter(batches), None)
     if batch is None:
-        reason = f": {batches.unreadable[0]}" if batches.unreadable else ", of which there is none."
+        reason = f": {batches.unreadable[0]}" if batches.unreadable else ", but there is none."
         raise InputError(f"Expected an image that can be read, but got {image!r}{reason}")
     decision, found = opened.detector.predict(batch.images[:1])[0], opened.detector.explain(batch.images[:1])
     if out is not None:
@@ -77,7 +80,7 @@ def explain(
         answer |= {"layers": dict(layers), "terms": terms, "exact": found.exact}
         typer.echo(json.dumps(answer))
         return
-    typer.echo(f"{batch.names[0]}: {decision}")
+    typer.echo(printable(f"{batch.names[0]}: {decision}"))
     typer.echo(decision.sentence[0])
     if decision.p_appearance is not None and decision.p_content is not None:
         typer.echo(f"p-values: appearance {decision.p_appearance.item():.3g}, content {decision.p_content.item():.3g}")
