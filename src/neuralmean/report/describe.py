@@ -108,8 +108,8 @@ def cautions(
     interval = wilson(inside.flagged, len(inside))
     if interval.low > 100 * rate:
         found.append(
-            f"False alarms are {100 * inside.flagged:.1f} % of {len(inside):,} ID images, more than the {100 * rate:g} % asked "
-            f"for, and more than chance explains. {detector.guarantee}"
+            f"False alarms are {100 * inside.flagged:.1f} % of {len(inside):,} ID images, more than the {100 * rate:g} % "
+            f"requested, and more than chance explains. {detector.guarantee}"
         )
     elif detector.calibration_source not in (None, "held_out"):
         found.append(detector.guarantee)
