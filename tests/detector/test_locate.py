@@ -11,7 +11,7 @@ from neuralmean.bench import models
 from neuralmean.errors import CalibrationWarning, InputError, NotFittedError
 
 
-def _fitted(model, shape=(3, 16, 16), n=80, **options):
+def _fitted(model, shape=(3, 16, 16), n=100, **options):
     data = torch.randn(n, *shape, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)

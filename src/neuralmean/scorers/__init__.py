@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from neuralmean.errors import InputError
 from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
+from neuralmean.scorers.guided import GuidedScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -18,6 +19,7 @@ from neuralmean.scorers.typicality import TypicalityScorer
 __all__ = [
     "SCORERS",
     "AverageScorer",
+    "GuidedScorer",
     "LogisticScorer",
     "MlpScorer",
     "Observation",
@@ -27,7 +29,7 @@ __all__ = [
     "make_scorer",
 ]
 
-_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, LogisticScorer, MlpScorer, TypicalityScorer)
+_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, GuidedScorer, LogisticScorer, MlpScorer, TypicalityScorer)
 SCORERS = {kind.name: kind for kind in _KINDS}
 
 

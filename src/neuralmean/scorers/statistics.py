@@ -13,7 +13,9 @@ from torch import Tensor
 
 from neuralmean.data.table import Blocks
 
-PRIOR_ROWS = 10  # how many rows the overall deviation of a column counts as, beside those that show the one within classes
+PRIOR_ROWS = (
+    10  # how many rows the overall deviation of a column counts as, beside those that show the one within classes
+)
 
 
 def distinct_columns(rows: Blocks, *, seed: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from neuralmean.data.table import Blocks
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import Observation, VectorScorer
+from neuralmean.scorers.folds import folds
 from neuralmean.scorers.statistics import (
     Sketch,
     class_means,
@@ -34,14 +35,16 @@ from neuralmean.stats.moments import Moments
 RANK = 32
 CLUSTERS = 20
 ROWS_PER_CLUSTER = 10
-FOLDS = 5
-ONE_FOLD_FROM = 5000
 LEAST_ROWS = 20
 LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
 _GAMMA, _MOST_LIKELY = 0.1, 10  # of the generalised entropy; fewer classes than that all count
 ANGLE_FROM = 100  # rows: the angle to the means of fewer says little
 TERMS = ("far", "angle", "reach", "doubt")
-_NO_CLASSES = "the model has no classes"
+_REASONS = {
+    "angle": f"it takes {ANGLE_FROM} examples",
+    "reach": "the model has no classes",
+    "doubt": "the model has no classes",
+}
 
 
 class TypicalityScorer(VectorScorer):
@@ -88,31 +91,56 @@ class TypicalityScorer(VectorScorer):
 
     def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
         """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
+        return self
+
+    def fit_and_score(
+        self,
+        inliers: Any,
+        outliers: Any,
+        others: Any,
+        origin: Tensor,
+        *,
+        chosen: Tensor | None = None,
+        whole: bool = False,
+    ) -> Tensor:
+        """Learn as `fit` does, and score rows that were made of the inliers, each by what was learnt without its origin.
+
+        Args:
+            inliers: As for `fit`.
+            outliers: As for `fit`.
+            others: An `Observation` of M inputs, say of rotated copies.
+            origin: Which of the rows that are learnt from each was made of, int64 (M,).
+            chosen: As for `fit`.
+            whole: Whether to score all of them, where a fifth of many would be enough to measure on.
+
+        Returns:
+            Scores, shape (M,); NaN where the origin was in no fold.
+        """
         rows = torch.arange(len(inliers)) if chosen is None else chosen
         if len(rows) < LEAST_ROWS:
             raise InputError(
                 f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(rows)}."
             )
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed))
-        folds = 1 if len(rows) >= ONE_FOLD_FROM else FOLDS
         values: list[Tensor] = []
-        for fold in range(folds):
-            apart = torch.zeros(len(rows), dtype=torch.bool)
-            apart[order[fold::FOLDS]] = True
+        made = torch.full((len(others), len(TERMS)), torch.nan)
+        for apart in folds(len(rows), seed=self.seed, whole=whole):
             self._learn(inliers, rows[~apart])
             values.extend(self._terms(block) for block in inliers.blocks(rows[apart]))
+            if len(scored := apart[origin].nonzero()[:, 0]):
+                made[scored] = torch.cat([self._terms(block) for block in others.blocks(scored)])
         terms = torch.cat(values)
         self._learn(inliers, chosen)
         self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
         has_classes = self._has_classes(inliers)
         self.used_ = torch.tensor([1.0, float(len(rows) >= ANGLE_FROM), float(has_classes), float(has_classes)])
-        return self
+        return self._standardise(made).sum(dim=1)
 
     def left_out(self) -> dict[str, str]:
         """Return the terms that do not count, each with the reason."""
         self.check_fitted()
-        reasons = {"angle": f"it takes {ANGLE_FROM} examples", "reach": _NO_CLASSES, "doubt": _NO_CLASSES}
-        return {name: reasons[name] for name, used in zip(TERMS, self.used_.tolist(), strict=True) if not used}
+        return left_out(self.used_)
 
     def score(self, vectors: Any) -> Tensor:
         """Score each input of an `Observation`, shape (N,); higher = more OOD."""
@@ -259,6 +287,11 @@ class TypicalityScorer(VectorScorer):
     def _standardise(self, terms: Tensor) -> Tensor:
         standard = (terms - self.term_mean_) / self.term_std_ * self.used_
         return torch.cat([standard[:, :1].clamp_min(0), standard[:, 1:]], dim=1)
+
+
+def left_out(used: Tensor) -> dict[str, str]:
+    """Return the terms that do not count, each with the reason, given which do, (T,)."""
+    return {name: _REASONS[name] for name, counts in zip(TERMS, used.tolist(), strict=True) if not counts}
 
 
 def generalised_entropy(logits: Tensor) -> Tensor:
