@@ -69,6 +69,14 @@ def test_counters_window_and_histogram_are_those_of_the_decisions(detector):
     assert len(monitor.window_p_values()) == 32
 
 
+def test_false_flags_of_the_window_are_bounded_as_those_of_a_decision(detector):
+    monitor = Monitor(_with_normal_scores(detector))
+    assert monitor.window_false_flags() == (0, 0)
+    decision = _decision(detector, torch.cat([_normal(80, 1), _normal(20, 2, shift=9.0)]))
+    monitor.update(decision)
+    assert monitor.window_false_flags() == (int(decision.is_ood.sum()), decision.most_false())
+
+
 def test_an_empty_monitor_knows_that_it_knows_nothing(detector):
     monitor = Monitor(detector)
     monitor.update(_decision(detector, torch.zeros(0)))

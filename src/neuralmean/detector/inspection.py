@@ -11,7 +11,7 @@ from torch import nn
 
 from neuralmean.data.batch import to_batch
 from neuralmean.data.preprocessing import Preprocessing
-from neuralmean.errors import NeuralMeanError
+from neuralmean.errors import ArtefactError, NeuralMeanError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording import find_head
@@ -69,6 +69,15 @@ def inspect_model(
 def describe_saved(path: str | Path) -> list[str]:
     """Say what a saved detector holds, without its model."""
     artefact = Artefact.read(path)
+    try:
+        return _describe(artefact)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise ArtefactError(
+            f"Expected {str(path)!r} to describe a detector, but its content makes no sense. Fit again."
+        ) from None
+
+
+def _describe(artefact: Artefact) -> list[str]:
     header = artefact.header
     fitted, calibration, info = header["fitted"], header["calibration"], header["info"]
     counts = ", ".join(f"{key.removeprefix('n_')} {value}" for key, value in fitted.items() if key.startswith("n_"))

@@ -31,9 +31,11 @@ def describe(test: Test, item: int, n_seen: int, recent: RecentItems, tests: Ite
         n_seen: Items so far.
         recent: The latest of them.
         tests: The tests of single items, as far as they are now.
-        n_repeats: How many times the last input has repeated the one before it.
+        n_repeats: How many times in a row the input had been repeated by then.
     """
-    since = (item - n_repeats, item - N_REPEATS) if test == "repeats" else change_before(item, n_seen, recent, tests)
+    since = (
+        (item - n_repeats, item - N_REPEATS + 1) if test == "repeats" else change_before(item, n_seen, recent, tests)
+    )
     since = (max(1, since[0]), max(1, since[1]))
     rows = recent.last(n_seen - since[1] + 1, without=n_seen - item)
     order = sorted(range(len(rows)), key=lambda row: (rows[row].p_value, -rows[row].score))

@@ -32,6 +32,7 @@ from neuralmean.scorers import Observation
 from neuralmean.scorers.contract import needs_of, score_rows
 from neuralmean.stats.calibration import Calibration, check_rate
 from neuralmean.stats.correlation import LEVELS
+from neuralmean.stats.false_flags import most_false_flags
 
 Floats = NDArray[np.float64]
 
@@ -175,7 +176,7 @@ class Monitor:
     def _take(self, decision: Decision, scores: Floats, vectors: Tensor | None) -> None:
         n_before, n_tested = self._counters.n_seen, self._items.n
         found, notes = self._items.update(scores)
-        repeats = self._repeats.update(scores, vectors, self._items.ranks)
+        repeats, n_repeats = self._repeats.update(scores, vectors, self._items.ranks)
         blocks = np.empty(0) if vectors is None else self._blocks.update(vectors)
         self._counters.add(decision)
         self._recent.add(decision, scores, notes)
@@ -188,7 +189,7 @@ class Monitor:
         by_blocks = bool((blocks >= self._log_needed("blocks")).any())
         if (repeats >= self._log_needed("repeats")).any():
             place = int(np.flatnonzero(repeats >= self._log_needed("repeats"))[0])
-            self._alarm = self._describe("repeats", n_before + 1 + place)
+            self._alarm = self._describe("repeats", n_before + 1 + place, int(n_repeats[place]))
         elif (reached or by_blocks) and self._may_judge():
             since, _ = change_before(self._n_seen, self._n_seen, self._recent, self._items)
             self._spacing.estimate(self._recent, self._n_seen, since)
@@ -221,8 +222,8 @@ class Monitor:
             self._n_followed += 1
             self._accept(count)
 
-    def _describe(self, test: Test, item: int) -> Alarm:
-        return describe(test, item, self._n_seen, self._recent, self._items, self._repeats.n_repeats)
+    def _describe(self, test: Test, item: int, n_repeats: int = 0) -> Alarm:
+        return describe(test, item, self._n_seen, self._recent, self._items, n_repeats)
 
     @property
     def _n_seen(self) -> int:
@@ -314,6 +315,19 @@ class Monitor:
         """Return which inputs in the window were flagged, oldest first."""
         with self._lock:
             return [item.flagged for item in self._recent.last(self.window)]
+
+    def window_false_flags(self, *, confidence: float = 0.95) -> tuple[int, int | None]:
+        """Return how many inputs in the window were flagged, and how many of these are false flags at the most.
+
+        The bound holds with the confidence. It is None for a detector that was calibrated by group; see `Decision.most_false`.
+        """
+        with self._lock:
+            items, calibration = self._recent.last(self.window), self._calibration()
+        n_flagged = sum(item.flagged for item in items)
+        if calibration.group_of is not None:
+            return n_flagged, None
+        p_values = np.array([item.p_value for item in items])
+        return n_flagged, most_false_flags(p_values, len(calibration.scores), calibration.level, confidence)
 
     def save(self, path: str | Path) -> None:
         """Write the whole state to a file, whole or not at all."""

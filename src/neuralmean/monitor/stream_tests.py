@@ -117,16 +117,21 @@ class RepeatTest:
         self.last_score = math.nan
         self.last_vector: Tensor | None = None
 
-    def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> Floats:
-        """Return the logarithm of the evidence after each of the next items, (N,), or minus infinity where too few repeat.
+    def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> tuple[Floats, NDArray[np.int64]]:
+        """Take the next items in.
 
         Args:
             scores: Their scores, which `ranks` has taken in.
             vectors: Their vectors, (N, D), or None.
             ranks: All scores so far.
+
+        Returns:
+            The logarithm of the evidence after each of them, (N,), or minus infinity where too few repeat, and how many times in
+            a row the input had been repeated by then, (N,).
         """
+        counts = np.zeros(len(scores), np.int64)
         if not len(scores):
-            return np.empty(0)
+            return np.empty(0), counts
         before = np.concatenate([[self.last_score], scores[:-1]])
         same = np.abs(scores - before) <= self.tolerance
         if vectors is not None:
@@ -142,9 +147,9 @@ class RepeatTest:
         log_values = self.evidence.update(gains[:, None])
         for row, repeated in enumerate(same):
             self.n_repeats = self.n_repeats + 1 if repeated else 0
-            if self.n_repeats < N_REPEATS:
-                log_values[row] = -math.inf
-        return log_values
+            counts[row] = self.n_repeats
+        log_values[counts < N_REPEATS] = -math.inf
+        return log_values, counts
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what `restore` needs: tensors by name, and JSON values."""
