@@ -375,6 +375,7 @@ class TestAvailable:
             "sample-size",
             "false-alarms",
             "readings",
+            "own",
         ]
 
 

@@ -113,6 +113,13 @@ def test_a_channel_that_hardly_ever_fires_decides_nothing():
     torch.testing.assert_close(struck, hit_harder)  # however far it fires, it counts as ten deviations
 
 
+@pytest.mark.parametrize("factor", [10.0, 1e3, 1e6])
+def test_an_input_of_huge_activations_is_not_typical_for_its_confidence(factor):
+    scorer, fresh = TypicalityScorer().fit(clustered(300, 0)), clustered(100, 1)
+    huge = Observation(fresh.vector * factor, fresh.logits * factor, fresh.feature * factor)
+    assert scorer.score(huge).min() > scorer.score(fresh).max()
+
+
 def test_few_examples_leave_the_angle_out_and_say_so():
     scorer = TypicalityScorer().fit(clustered(ANGLE_FROM - 1, 0))
     assert scorer.left_out() == {"angle": "it takes 100 examples"}

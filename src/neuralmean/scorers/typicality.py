@@ -38,6 +38,7 @@ ROWS_PER_CLUSTER = 10
 LEAST_ROWS = 20
 LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
 _GAMMA, _MOST_LIKELY = 0.1, 10  # of the generalised entropy; fewer classes than that all count
+LEAST = -3.0  # deviations that a term lowers a score by at most: huge activations may give a huge confidence
 ANGLE_FROM = 100  # rows: the angle to the means of fewer says little
 TERMS = ("far", "angle", "reach", "doubt")
 _REASONS = {
@@ -55,7 +56,8 @@ class TypicalityScorer(VectorScorer):
 
     - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from what the channel means of the predicted
       class are, in units of the deviation within classes; :math:`a_c` grows with the share of the channel's variance that
-      the class explains. Once standardised, it is 0 at least: an input that lies nearer than usual gains nothing by it;
+      the class explains. Once standardised, it is 0 at least: an input that lies nearer than usual gains nothing by it (and
+      no other term counts as less than -3);
     - *angle*: minus the largest cosine between :math:`x` and a class mean, after whitening;
     - *reach*: :math:`-\log \sum_k \exp l_k` over the length of the whitened :math:`x`;
     - *doubt*: the generalised entropy of the softmax :math:`q` of the logits, :math:`\sum_k q_k^\gamma (1 - q_k)^\gamma` over
@@ -286,7 +288,7 @@ class TypicalityScorer(VectorScorer):
 
     def _standardise(self, terms: Tensor) -> Tensor:
         standard = (terms - self.term_mean_) / self.term_std_ * self.used_
-        return torch.cat([standard[:, :1].clamp_min(0), standard[:, 1:]], dim=1)
+        return torch.cat([standard[:, :1].clamp_min(0), standard[:, 1:].clamp_min(LEAST)], dim=1)
 
 
 def left_out(used: Tensor) -> dict[str, str]:
