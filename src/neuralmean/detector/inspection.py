@@ -39,9 +39,17 @@ class Inspection:
         if not self.head_known:
             lines.append("default scorer: found out in fit (say --size to find out now)")
         elif self.head is None:
-            lines.append("default scorer: far and angle (no layer's output is the model's, so no classes)")
+            lines.append(
+                "default scorer: typicality, with its terms far and angle (no layer's output is the model's, so no classes)"
+            )
         else:
+<<<<<<< HEAD
             lines.append(f"default scorer: far, angle, reach and doubt (classes from {self.head!r})")
+=======
+            lines.append(
+                f"default scorer: typicality, with its terms far, angle, feature, reach and energy (classes from {self.head!r})"
+            )
+>>>>>>> main
         how = self.preprocessing
         lines.append(
             "preprocessing: not known, give --mean, --std and --size" if how is None else f"preprocessing: {how}"

@@ -128,7 +128,6 @@ def _environment() -> Any:
     environment.filters |= {
         "percent": plots.percent,
         "thousands": "{:,}".format,
-        "signed": plots.signed,
         "number": svg.label,
         "short": plots.short,
     }
