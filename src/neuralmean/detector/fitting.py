@@ -81,7 +81,8 @@ def fit_and_score_inliers(
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with their source.
 
     These are held-out rows if there are any, else rows of rotated images, each scored by what was learnt without the original
-    (`rotated_of` says which that is). Otherwise a random part of many rows is kept out of the fit; few rows are all used, each scored by what was learnt from the other folds.
+    (`rotated_of` says which that is). Otherwise a random part of many rows is kept out of the fit; few rows are all used,
+    each scored by what was learnt from the other folds.
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)

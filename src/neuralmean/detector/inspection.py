@@ -43,13 +43,8 @@ class Inspection:
                 "default scorer: typicality, with its terms far and angle (no layer's output is the model's, so no classes)"
             )
         else:
-<<<<<<< HEAD
-            lines.append(f"default scorer: far, angle, reach and doubt (classes from {self.head!r})")
-=======
-            lines.append(
-                f"default scorer: typicality, with its terms far, angle, feature, reach and energy (classes from {self.head!r})"
-            )
->>>>>>> main
+            terms = "far, angle, reach and doubt"
+            lines.append(f"default scorer: typicality, with its terms {terms} (classes from {self.head!r})")
         how = self.preprocessing
         lines.append(
             "preprocessing: not known, give --mean, --std and --size" if how is None else f"preprocessing: {how}"
