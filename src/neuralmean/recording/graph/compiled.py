@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from neuralmean.errors import InputError
+from neuralmean.files.cache import cache_folder
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -63,7 +63,7 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
     Raises:
         InputError: There is no C++ compiler, or it failed; the message is the reason.
     """
-    folder = cache_folder()
+    folder = cache_folder("graphs")
     packages = [folder / f"{_key(program, weights)}.pt2" for program in programs]
     if not all(package.is_file() for package in packages):
         for left in folder.glob("tmp*"):  # of a process that was killed
@@ -77,31 +77,6 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
     for package in packages:
         os.utime(package)
     return [_load(package) for package in packages]
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled packages, made if there is none.
-
-    Raises:
-        InputError: Somebody else may write to it.
-    """
-    if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "neuralmean" / "graphs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise InputError(f"the cache folder {str(folder)!r} cannot be made ({error.strerror})") from error
-    if hasattr(os, "getuid"):
-        found = folder.lstat()
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
-            raise InputError(f"{str(folder)!r} must be a folder of your own that nobody else may use (mode 0700)")
-    return folder
 
 
 def check_compiler() -> None:

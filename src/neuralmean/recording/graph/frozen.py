@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from neuralmean.data.batch import Batch
+from neuralmean.data.probes import SEVERAL, are_close, noise, odd_inputs
 from neuralmean.errors import InputError
 from neuralmean.models.execution import device_of, is_compiled, shared_copy
 from neuralmean.models.layers import unwrap
+from neuralmean.models.repeats import check_repeats
 from neuralmean.recording.graph.capture import capture
-from neuralmean.recording.graph.checks import SEVERAL, are_close, check_repeats, noise, odd_inputs
 from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_programs
 from neuralmean.recording.module import RecordingModule
 from neuralmean.recording.observer import ChannelStats, Observer
