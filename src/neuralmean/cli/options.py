@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from neuralmean.data.images import Unreadable
-from neuralmean.data.progress import showing
+from neuralmean.data.progress import printable, showing
 from neuralmean.errors import InputError, UsageError
 from neuralmean.models.spec import ResolvedModel, resolve
 
@@ -193,7 +193,7 @@ def progress(quiet: bool) -> Generator[None]:
 
 def tell_unreadable(note: Unreadable) -> None:
     """Name a file that cannot be read on stderr."""
-    typer.echo(f"Cannot read {note}", err=True)
+    typer.echo(printable(f"Cannot read {note}"), err=True)
 
 
 def check_out(out: Path | None, *inputs: Path | None) -> None:

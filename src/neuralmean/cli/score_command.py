@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -143,7 +145,8 @@ def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
     with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must not outlive a stdout that fails
         for index, rows in enumerate(parts):
             for line in format_rows(kind, tally.count(rows), header=index == 0):
-                typer.echo(line)
+                # To a program every byte of a name, to a terminal none that steers it.
+                typer.echo(printable(line) if sys.stdout.isatty() else line, color=True)
 
 
 def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], bound: str | None) -> None:

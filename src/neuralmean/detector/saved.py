@@ -129,7 +129,9 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     remembered = info.get("weights")
     if not isinstance(remembered, str):
         return None
-    for candidate in (Path(remembered), path.parent / Path(remembered).name):
+    beside = path.parent / Path(remembered).name
+    # A path of a network would have Windows send the user's password hash to whoever wrote the file.
+    for candidate in (beside,) if remembered.startswith(("\\\\", "//")) else (Path(remembered), beside):
         with suppress(OSError, ValueError):  # a path that no system can have
             if candidate.is_file():
                 return candidate
