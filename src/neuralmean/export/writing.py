@@ -208,13 +208,10 @@ def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:
         raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
     batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
     batch = batch.to(torch.device("cpu"))
-    size = len(batch)
-
-    def grow(value: Tensor) -> Tensor:
-        # A single example would have its batch size built into the graph.
-        return torch.cat([value, value]) if size == 1 and value.dim() > 0 and len(value) == 1 else value
-
-    return batch.each(grow)
+    if len(batch) > 1:
+        return batch
+    # A single example would have its batch size built into the graph.
+    return batch.each(lambda value: torch.cat([value, value]) if value.dim() and len(value) == 1 else value)
 
 
 def _output_names(output: Any) -> list[str]:

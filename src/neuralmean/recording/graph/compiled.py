@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from neuralmean.errors import InputError
+from neuralmean.files.artefact import add_tensor
 from neuralmean.files.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -126,32 +128,21 @@ def _load(package: Path) -> Graph:
     from torch._inductor.package.package import load_package
 
     loader: Any = load_package(str(package), num_runners=N_RUNNERS).loader
-
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = loader.boxed_run(list(inputs))
-        return found
-
-    return run
+    return lambda inputs: loader.boxed_run(list(inputs))
 
 
 def _key(program: ExportedProgram, weights: str) -> str:
     """Return a name for what is compiled, and where."""
     from neuralmean import __version__
 
-    processor = platform.processor(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor_name()
+    processor = [platform.processor(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    with suppress(OSError):  # Linux says no more than x86_64 by itself
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor += sorted({line for line in lines if line.startswith(("model name", "flags"))})
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     digest = hashlib.sha256(repr((weights, torch.__version__, __version__, processor, _CHILD, shapes)).encode())
     digest.update(str(program.graph).encode())
     for name, value in sorted(program.constants.items()):
         if isinstance(value, Tensor):
-            digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+            add_tensor(digest, name, value)
     return digest.hexdigest()
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
