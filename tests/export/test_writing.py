@@ -405,8 +405,8 @@ def test_the_alarm_rate_is_an_optional_input(tmp_path):
     assert [value.name for value in session.get_overridable_initializers()] == ["alarm_rate"]
     score, p_value, is_ood = session.run(["score", "p_value", "is_ood"], {"x": x.numpy()})
     assert is_ood.tolist() == detector.predict(x).is_ood.tolist() == (p_value <= 0.05).tolist()
-    flagged = session.run(["is_ood"], {"x": x.numpy(), "alarm_rate": np.array(0.3)})[0]
-    assert flagged.tolist() == (p_value <= 0.3).tolist()
+    flagged = session.run(["is_ood"], {"x": x.numpy(), "alarm_rate": np.array(0.99)})[0]
+    assert flagged.tolist() == (p_value <= 0.99).tolist()
     assert flagged.sum() > is_ood.sum()
     assert score.shape == (64,)
 
