@@ -156,13 +156,17 @@ def group_labels(how: str | None) -> Callable[[str], str] | None:
         rows = list(csv.DictReader(file))
     if not rows or not {"path", "group"} <= set(rows[0]):
         raise InputError(f"Expected {how!r} to have the columns path and group, but it has not.")
-    known = {row["path"]: row["group"] for row in rows} | {Path(row["path"]).name: row["group"] for row in rows}
+    known = {row["path"]: row["group"] for row in rows}
+    by_file: dict[str, set[str]] = {}  # for images that are named from another folder
+    for row in rows:
+        by_file.setdefault(Path(row["path"]).name, set()).add(row["group"])
 
     def label(name: str) -> str:
-        found = known.get(name, known.get(Path(name).name))
-        if found is None:
-            raise InputError(f"Expected {how!r} to have a row for {name!r}, but it has none. Add one.")
-        return found
+        found = {known[name]} if name in known else by_file.get(Path(name).name, set())
+        if len(found) != 1:
+            what = f"it has {len(found)} of that file name in different groups" if found else "it has none"
+            raise InputError(f"Expected {how!r} to have a row for {name!r}, but {what}. Add one with this path.")
+        return next(iter(found))
 
     return label
 

@@ -205,7 +205,7 @@ class Evidence:
     @property
     def log_value(self) -> float:
         """Natural logarithm of the capital."""
-        return float(self._log_values(self._log_bets[None], np.array([self.n]))[0])
+        return float(self._log_values(self._log_bets[None], _reserve(np.array([self.n])))[0])
 
     def update(self, log_gains: Floats) -> Floats:
         """Return the logarithm of the capital after each of the next items, (N,), given the gain of each bet, (N, K)."""
@@ -217,13 +217,13 @@ class Evidence:
             self._log_bets = np.logaddexp(self._log_bets, log_weight) + gain
             bets[row] = self._log_bets
         self.n += len(log_gains)
-        log_values = self._log_values(bets, times[1:])
+        log_values = self._log_values(bets, reserve[1:])
         self.log_peak = max([self.log_peak, *log_values.tolist()])
         return log_values
 
-    def _log_values(self, log_bets: Floats, times: NDArray[np.int64]) -> Floats:
+    def _log_values(self, log_bets: Floats, reserve: Floats) -> Floats:
         bets: Floats = np.logaddexp.reduce(log_bets + self._log_shares, axis=1)
-        values: Floats = np.logaddexp(np.log(_reserve(times)), bets)
+        values: Floats = np.logaddexp(np.log(reserve), bets)
         return values
 
     def state(self) -> dict[str, Any]:
