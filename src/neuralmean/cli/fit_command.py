@@ -24,7 +24,7 @@ def fit(
     id_data: Annotated[
         list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the detector.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the detector to.")],
     ood: Annotated[
         list[str] | None, typer.Option("--ood", metavar="PATH", help="Out-of-distribution images, if any.")
     ] = None,
