@@ -35,7 +35,9 @@ from neuralmean.stats.moments import Moments
 
 RANK = 32
 CLUSTERS = 20
-CLUSTERED = 1.75  # times the cosine of a random direction to the nearest of as many: from there on, clusters are real
+CLUSTERED = (
+    0.1  # of the way from the cosine of a random direction to 1: fresh rows must get as far for clusters to be real
+)
 ROWS_PER_CLUSTER = 10
 LEAST_ROWS = 20
 LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
@@ -132,7 +134,7 @@ class TypicalityScorer(VectorScorer):
             )
         self._most_clusters = CLUSTERS
         made, terms = self._cross_fit(inliers, rows, others, origin, whole)
-        if len(self.clusters_) and -terms[:, 1].mean() < CLUSTERED * self._cosine_by_chance():
+        if len(self.clusters_) and -terms[:, 1].mean() < self._least_cosine():
             self._most_clusters = 1  # fresh rows are no nearer to the clusters' means than to any others
             made, terms = self._cross_fit(inliers, rows, others, origin, whole)
         self._learn(inliers, chosen)
@@ -154,9 +156,11 @@ class TypicalityScorer(VectorScorer):
                 made[scored] = torch.cat([self._terms(block) for block in others.blocks(scored)])
         return made, torch.cat(values)
 
-    def _cosine_by_chance(self) -> float:
+    def _least_cosine(self) -> float:
+        """Mean cosine of fresh rows to the nearest cluster from which on there are clusters."""
         count, width = len(self.clusters_) - 1, len(self.angle_offset_)
-        return math.sqrt(2 * math.log(count) / width)
+        chance = min(1.0, math.sqrt(2 * math.log(count) / width))  # of a random direction to the nearest of so many
+        return chance + CLUSTERED * (1 - chance)
 
     def left_out(self) -> dict[str, str]:
         """Return the terms that do not count, each with the reason."""
