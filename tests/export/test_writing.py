@@ -358,9 +358,13 @@ def test_an_output_that_is_nothing_has_no_name(tmp_path, as_dict):
     assert names == ("logits" if as_dict else "output_0", "score", "p_value", "is_ood")
 
 
-def test_a_model_without_classes_is_exported(tmp_path):
-    detector = Detector(make_trained(), head=False).fit(usual(300), held_out=usual(100, 2))
-    assert len(detector.scorer.clusters_) > 2
+@pytest.mark.parametrize("apart", [0.0, 5.0], ids=["no clusters", "clusters"])
+def test_a_model_without_classes_is_exported(tmp_path, apart):
+    def images(n, seed):
+        return usual(n, seed) + apart * (torch.arange(n) % 3).view(-1, 1, 1, 1)
+
+    detector = Detector(make_trained(), head=False).fit(images(300, 1), held_out=images(100, 2))
+    assert bool(len(detector.scorer.clusters_)) == bool(apart)
     to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
     module = torch.export.load(tmp_path / "x.pt2").module()
     for n in (3, 40):
@@ -440,7 +444,7 @@ def test_a_file_that_says_something_else_is_not_kept(tmp_path, monkeypatch, spoi
 
 
 def test_a_detector_with_groups_is_not_exported(tmp_path):
-    detector = Detector(make_trained(), scorer="average").calibrate(usual(), groups=["a", "b"] * 30)
+    detector = Detector(make_trained(), scorer="average").calibrate(usual(), groups=["a", "b"] * 60)
     with pytest.raises(InputError, match="Expected a detector without groups to export"):
         to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
 
