@@ -170,16 +170,16 @@ def test_sigterm_under_load_answers_what_was_accepted_and_exits_with_0(saved):
     script = (
         "import sys, time, torch\n"
         "torch.set_num_threads(1)\n"
-        "import neuralmean.service.app as app\n"
-        "run = app.run_pass\n"
+        "import neuralmean.service.workers as workers\n"
+        "run = workers.run_pass\n"
         "def slow(*args):\n"
         "    time.sleep(0.3)\n"
         "    return run(*args)\n"
-        "app.run_pass = slow\n"
+        "workers.run_pass = slow\n"
         "from neuralmean.service import serve\n"
-        "serve(sys.argv[1], port=0, max_batch=2)\n"
+        "serve(sys.argv[1], port=0, max_batch=2, trust_local_code=True)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(saved)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )

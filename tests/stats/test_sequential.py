@@ -17,7 +17,8 @@ def _reference_counts(history, score):
 
 def _reference_capital(p_values):
     """The capital from its definition: a double sum over betting densities and starting times."""
-    reserve = [(1 + math.log(1 + t)) ** -0.5 for t in range(len(p_values) + 1)]
+    times = range(len(p_values) + 1)
+    reserve = [0.3 * (1 + math.log(1 + t)) ** -0.5 + 0.7 * (1 + t / 300) ** -0.3 for t in times]
     densities = np.exp(log_densities(np.array(p_values)))  # (N, K)
     total = reserve[-1]
     for start in range(1, len(p_values) + 1):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from neuralmean.bench import titles
 from neuralmean.bench.results import Row
+from neuralmean.bench.tables import Table, near_and_far
 
 
 def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
@@ -21,7 +22,8 @@ def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
             key = tuple(str(row.get(name) or "") for name in ("experiment", "model", "id", "protocol", "limit"))
             groups.setdefault(key, []).append(row)
     alarms = [row for row in rows if "false_alarms" in row]
-    return "\n\n".join([*(_table(key, group, figure) for key, group in groups.items()), *_alarms(alarms)])
+    tables = [text for key, group in groups.items() for text in _tables(key, group, figure)]
+    return "\n\n".join([*tables, *_alarms(alarms)])
 
 
 def _alarms(rows: Sequence[Row]) -> list[str]:
@@ -32,6 +34,20 @@ def _alarms(rows: Sequence[Row]) -> list[str]:
         for row in rows
     ]
     return ["\n".join(["false alarms of the default detector on unseen ID images", *lines])] if lines else []
+
+
+def _tables(key: tuple[str, ...], rows: list[Row], figure: str) -> list[str]:
+    """Return the table of a figure, and for ImageNet the means over near and far sets, as on OpenOOD's leaderboard."""
+    whole = _table(key, rows, figure)
+    return [whole, _aligned(near_and_far(titles.of_model(key[1]), rows))] if key[0] == "imagenet" else [whole]
+
+
+def _aligned(table: Table) -> str:
+    """Return a table as text, names to the left and figures to the right."""
+    lines = [table.columns, *table.rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(table.columns))]
+    ordered = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines)
+    return "\n".join([f"{table.caption}, %", *ordered])
 
 
 def _table(key: tuple[str, ...], rows: list[Row], figure: str) -> str:

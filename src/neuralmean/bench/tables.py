@@ -44,7 +44,7 @@ def make_tables(name: str, rows: Sequence[Row]) -> list[Table]:
         caption = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID"
         varied = any(row.get("setting") for row in own)
         if len({row["ood"] for row in own}) > 1 and (name == "ablation" or not varied):
-            tables.append(_near_and_far(caption, own) if name == "imagenet" else _overview(caption, own))
+            tables.append(near_and_far(caption, own) if name == "imagenet" else _overview(caption, own))
             if name == "imagenet":
                 tables.append(_overview(caption, own))
         tables.append(_detail(caption, own))
@@ -67,7 +67,7 @@ def _overview(caption: str, rows: Sequence[Row]) -> Table:
     return Table(f"{caption}: AUROC at a glance", columns, tuple(lines), names=1)
 
 
-def _near_and_far(caption: str, rows: Sequence[Row]) -> Table:
+def near_and_far(caption: str, rows: Sequence[Row]) -> Table:
     """AUROC and FPR95, averaged over near and over far OOD sets, as OpenOOD's leaderboard has them."""
     groups = {
         "near": [name for name in NEAR if any(row["ood"] == name for row in rows)],

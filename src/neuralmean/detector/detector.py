@@ -17,10 +17,11 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting, html
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.groups import PREDICTED, Groups, predicted_labels
+from neuralmean.detector.groups import PREDICTED, Groups, decide_by_group, predicted_labels
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.locate import locate
-from neuralmean.detector.observed import Observed, main_rows
+from neuralmean.detector.observed import Observed
+from neuralmean.detector.recalibration import recalibrate
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -329,33 +330,8 @@ class Detector:
         check_rate(false_alarm_rate)
         check_confidence(confidence)
         check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
-        scores, seen, kinds = [], self.setup.empty_profile(), self.learnt.kinds
-        strange, labels, predicted = [], list[str](), isinstance(groups, str)
-        if predicted and groups != PREDICTED:
-            raise InputError(f"Expected `groups` to be labels or {PREDICTED!r}, but got {groups!r}.")
-        for found in self._track(held_out, "held_out", batch_size):
-            scores.append(found.score)
-            if predicted:
-                labels.extend(predicted_labels(found.main_output))
-            if kinds is not None and found.vectors is not None and found.stats is not None:
-                strange.append(kinds.score(self._observation(found.stats)))
-            if found.vectors is not None:
-                seen.add(found.vectors)
-        known = labels if predicted else None if groups is None else list(groups)
-        calibration = Calibration.of(torch.cat(scores), false_alarm_rate, confidence=confidence, groups=known)
-        profile = seen.profile()
-        facts = {**self.learnt.facts, "n_held_out": profile.moments.count}
-        kinds = None if kinds is None else kinds.calibrated(torch.cat(strange), false_alarm_rate)
-        grouped_by = None if groups is None else PREDICTED if predicted else "given"
-        self.learnt = replace(
-            self.learnt,
-            calibration=calibration,
-            source="held_out",
-            profile=profile,
-            facts=facts,
-            kinds=kinds,
-            grouped_by=grouped_by,
-        )
+        passes = self._track(held_out, "held_out", batch_size)
+        self.learnt = recalibrate(self.setup, self.learnt, passes, groups, false_alarm_rate, confidence)
         return self
 
     def set_rate(self, false_alarm_rate: float, *, confidence: float | None = None) -> Self:
@@ -424,7 +400,7 @@ class Detector:
                 labels.extend(predicted_labels(seen.main_output))
         decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
         known = labels if groups is None and self.learnt.grouped_by == PREDICTED else groups
-        return decision if known is None else self._by_group(decision, None, known)
+        return decision if known is None else decide_by_group(decision, None, known, self.learnt.grouped_by)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
@@ -525,19 +501,6 @@ class Detector:
         with torch.inference_mode(False):  # as in `fit`
             return from_artefact(cls, Artefact.read(path), model, str(path))
 
-    def _by_group(self, decision: Decision, output: Any, groups: Sequence[object] | None) -> Decision:
-        """Return a decision with the groups of its inputs: those given, or the model's predictions."""
-        if groups is None and self.learnt.grouped_by == PREDICTED:
-            groups = predicted_labels(main_rows(output, len(decision)))
-        if groups is None:
-            return decision  # whoever reads its p-values is told that groups are missing
-        if self.learnt.grouped_by is None:
-            raise InputError(
-                "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
-            )
-        decision.calibration.parts(groups, len(decision))  # raises if there are too few
-        return replace(decision, groups=tuple(map(str, groups)))
-
     def _observe_batch(
         self, batch: Batch, *, name: str = "x", may_exit: bool = False, groups: Sequence[object] | None = None
     ) -> Observed:
@@ -554,7 +517,7 @@ class Detector:
         kinds = None if self.learnt.kinds is None else partial(self.learnt.kinds.p_values, observation)
         decision = None if calibration is None else Decision(scores, calibration, kinds)
         if decision is not None and (groups is not None or self.learnt.grouped_by is not None):
-            decision = self._by_group(decision, output, groups)
+            decision = decide_by_group(decision, output, groups, self.learnt.grouped_by)
         return Observed(output, decision, scores, stats, observation.vector, self._explain)
 
     def _observation(self, stats: ChannelStats) -> Observation:

@@ -26,7 +26,7 @@ from neuralmean.files.artefact import Artefact
 from neuralmean.files.journal import Entry, Journal
 from neuralmean.jobs.rows import FinishedPart, ScoreRow, write_rows
 from neuralmean.stats.calibration import Calibration
-from neuralmean.stats.false_flags import most_false
+from neuralmean.stats.false_flags import most_false_flags
 
 
 @dataclass
@@ -75,10 +75,8 @@ def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float 
     """
     if not tally.flagged or not tally.p_values or calibration.group_of is not None:
         return None
-    count = len(calibration.scores)
-    ranks = np.array([round(p_value * (count + 1)) for p_value in sorted(tally.p_values)])
-    ranks = np.repeat(ranks, [tally.p_values[p_value] for p_value in sorted(tally.p_values)])
-    most = most_false(ranks, count, int(ranks[tally.flagged - 1]), confidence)
+    p_values = np.sort(np.repeat(list(tally.p_values), list(tally.p_values.values())))
+    most = most_false_flags(p_values, len(calibration.scores), p_values[tally.flagged - 1], confidence)
     return f"at most {most} of these {tally.flagged} flags are false, {100 * confidence:g} % sure"
 
 

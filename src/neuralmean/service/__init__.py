@@ -15,6 +15,10 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     live        what the page shows: latest items, flagged thumbnails, the monitor
     metrics     the same for Prometheus
     describe    sentences and numbers for people: why an input was flagged
+    service     the detector with all of these: made, started, ended
+    verdicts    what is asked about inputs
+    watch       what is asked about the stream
+    pages       the page and the API's description, as files
     gate        what every request passes: host, origin, token, counting, the access log
     logs        lines on stderr: time, level, message; text or JSON
     schema      what the OpenAPI description says of bodies and answers
