@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from benchmarks import subjects
@@ -70,19 +69,13 @@ def photos(folder: Path, choice: str, rate: float) -> Subject:
     smaller = nn.Linear(head.in_features, len(rest)).eval()
     smaller.weight.data, smaller.bias.data = head.weight.data[rest], head.bias.data[rest]
     setattr(trained.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], smaller)
-    (train, labels), (test, test_labels) = (_read(trained, folder / part) for part in ("train", "val"))
+    (train, labels), (test, test_labels) = (subjects.photos(folder / part) for part in ("train", "val"))
     is_known, half = known[test_labels] >= 0, torch.arange(len(test)) < len(test) // 2
     detector = Detector(trained.model)
-    detector.fit(train[known[labels] >= 0], held_out=test[is_known & half], false_alarm_rate=rate)
-    return Subject(trained, detector, test[is_known & ~half], test[~is_known], known)
-
-
-def _read(trained: models.TrainedModel, folder: Path) -> tuple[Tensor, Tensor]:
-    """Return the photos of a folder in a seeded order, the one of `benchmarks/corruptions.py`, and their labels."""
-    files = sorted(folder.iterdir())
-    chosen = [files[index] for index in np.random.default_rng(0).permutation(len(files))]
-    images = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in chosen])
-    return trained.preprocess(images), torch.tensor([int(file.stem.split("_")[-1]) for file in chosen])
+    chosen = (is_known & half, is_known & ~half, ~is_known)
+    held_out, fresh, unseen = (trained.preprocess(test[rows.numpy()]) for rows in chosen)
+    detector.fit(trained.preprocess(train[(known[labels] >= 0).numpy()]), held_out=held_out, false_alarm_rate=rate)
+    return Subject(trained, detector, fresh, unseen, known)
 
 
 def row(name: str, found: Sequence[str]) -> str:

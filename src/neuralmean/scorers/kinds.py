@@ -21,6 +21,7 @@ from neuralmean.stats.discrepancy import scale_of
 from neuralmean.stats.moments import Moments
 
 FIRST = 4  # layers, or as many as there are before the middle ones
+NEITHER = ("constant", "learnt")  # terms that tell nothing of content: `learnt` comes from whatever OOD examples there were
 _LEAST_SPREAD = 1e-6  # of a layer whose channels all have their usual means
 
 
@@ -81,7 +82,7 @@ class KindScorer:
         appearance = spreads[:, start:end].mean(dim=1) - spreads[:, :n_first] @ self.line_[:-1] - self.line_[-1]
         terms = getattr(scorer, "terms", None)
         found = {} if terms is None else terms(view_of(scorer, observation))
-        named = [value for name, value in found.items() if name != "constant"]
+        named = [value for name, value in found.items() if name not in NEITHER]
         content = torch.stack(named).sum(dim=0) if named else spreads[:, last:].mean(dim=1)
         return torch.stack([appearance, content.to(appearance.dtype)], dim=1)
 
