@@ -59,6 +59,7 @@ def fit(
     ] = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
+    device: options.Device = None,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
@@ -73,6 +74,8 @@ def fit(
     from neuralmean.stats.discrepancy import check_statistic
 
     options.check_engine(engine)
+    if device is not None and engine != "local":
+        raise UsageError(f"Expected --device with --engine local, but got --engine {engine}. Leave one of them out.")
     with options.usage():
         check_statistic(statistic)
         check_rate(false_alarm_rate, "--false-alarm-rate")
@@ -133,6 +136,8 @@ def fit(
                 )
             by = apart.labels if isinstance(apart, LabelledBatches) else groups
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
+            if device is not None:
+                detector.to(device)
             detector.fit(
                 images(id_data), images(ood), held_out=apart, false_alarm_rate=false_alarm_rate,
                 confidence=confidence, groups=by,

@@ -25,6 +25,7 @@ from neuralmean.detector.recalibration import recalibrate
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
+from neuralmean.models.execution import check_device
 from neuralmean.models.fingerprint import WeightsGuard
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording.graph.frozen import FrozenObserver, freeze
@@ -448,16 +449,17 @@ class Detector:
 
     # Where and how the model runs.
 
-    def freeze(self, x: Any) -> Self:
+    def freeze(self, x: Any = None, *, like: Detector | None = None) -> Self:
         """Run the model as one compiled graph from now on: faster, most of all for single inputs.
 
-        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; others go through the model as
-        ever. The graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It
-        is compiled once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until
-        the next `fit`; a copy of the detector runs the model. Its output carries no gradients to the weights.
+        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; all others go through the model. The
+        graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It is compiled
+        once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until the next `fit`;
+        a copy of the detector runs the model, and so does a forked process. Its output carries no gradients to the weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).
+            like: A frozen detector of the same model, or of one that shares its tensors, whose graphs are used; in place of `x`.
 
         Raises:
             InputError: The detector has early exits, the model is no fixed graph of its input, there is no compiler, or the
@@ -468,7 +470,15 @@ class Detector:
             raise InputError(
                 "Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make."
             )
-        self._observer = FrozenObserver(self._observer, freeze(self._observer, to_batch(x), self.fingerprint))
+        if like is None:
+            graphs = freeze(self._observer, to_batch(x), self.fingerprint)
+        elif isinstance(like._observer, FrozenObserver) and like.fingerprint == self.fingerprint:
+            graphs = like._observer.graphs
+        else:
+            raise InputError(
+                "Expected `like` to be a frozen detector of a model with the same weights. Call its `freeze`."
+            )
+        self._observer = FrozenObserver(self._observer, graphs)
         return self
 
     @property
@@ -477,8 +487,12 @@ class Detector:
         return isinstance(self._observer, FrozenObserver)
 
     def to(self, device: str | torch.device) -> Self:
-        """Move the model, and with it every later pass, to a device."""
-        self.model.to(device)
+        """Move the model, and with it every later pass, to a device; scores and decisions are on the CPU.
+
+        Raises:
+            InputError: There is no such device on this machine.
+        """
+        self.model.to(check_device(device))
         return self
 
     # Files.

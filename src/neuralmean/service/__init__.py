@@ -6,6 +6,7 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     settings    limits and the token, checked
     refusal     what is answered instead of a result: a status and a sentence
     passes      one forward pass: output, decision, vectors, explanation
+    freezing    the compiled graph, made in the background and swapped in once it is checked
     workers     passes share the cores: how many at a time, on how many threads
     batching    requests share forward passes: bounded wait, bounded queue
     protocol    the Open Inference Protocol: JSON and binary tensors to arrays and back
@@ -80,7 +81,7 @@ def serve(
     weights: str | Path | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
-    freeze: bool = False,
+    device: str | None = None,
     trust_local_code: bool = False,
     log_format: str = "text",
     grpc_port: int | None = None,
@@ -99,8 +100,7 @@ def serve(
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
-        freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
-            changes the last digits: see `Detector.freeze`.
+        device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
         log_format: `text` or `json`: how the lines on stderr look.
         grpc_port: Port for the gRPC form of the protocol; None serves HTTP only. Needs `pip install neuralmean[grpc]`.
@@ -125,7 +125,7 @@ def serve(
             rate=rate,
             model=model,
             weights=weights,
-            freeze=freeze,
+            device=device,
             trust_local_code=trust_local_code,
         )
     )

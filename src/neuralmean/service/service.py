@@ -16,6 +16,7 @@ from neuralmean.detector.detector import Detector
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.service.batching import Batcher
 from neuralmean.service.bodies import BodyReader, within
+from neuralmean.service.freezing import freeze_later
 from neuralmean.service.history import N_PICTURES, History
 from neuralmean.service.live import Live
 from neuralmean.service.passes import run_pass
@@ -72,7 +73,8 @@ class Service:
     async def running(self, _: Any = None) -> AsyncIterator[None]:
         """Run the worker; at the end finish what was accepted and save the monitor's state."""
         n_threads = torch.get_num_threads()
-        runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(n_threads))
+        example = None if self.preprocessing is None else self.preprocessing.example()
+        runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(example, n_threads))
         decoders = self._decoders = ThreadPoolExecutor(2, thread_name_prefix="neuralmean-decode")
         watchers = self._watchers = ThreadPoolExecutor(1, thread_name_prefix="neuralmean-watch")
         self.batcher = Batcher(
@@ -82,6 +84,8 @@ class Service:
             queue=self.settings.queue,
             after=self.live.take,
         )
+        if self.settings.freeze and example is not None:
+            freeze_later(self.detector, runners, example)
         saving = asyncio.create_task(self._save_now_and_then())
         started: list[Companion] = []
         try:
@@ -101,9 +105,8 @@ class Service:
             if self.live.history is not None:
                 await asyncio.to_thread(self.live.history.close)
 
-    def _warm_up(self, n_threads: int) -> list[Runner]:
+    def _warm_up(self, example: torch.Tensor | None, n_threads: int) -> list[Runner]:
         """Run the model where the size of its input is known, so that the first request is as fast as the next."""
-        example = None if self.preprocessing is None else self.preprocessing.example()
         if example is None:
             return make_runners(self.detector, None, n_threads)
         output = run_pass(self.detector, example).output
