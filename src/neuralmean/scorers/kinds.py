@@ -21,7 +21,10 @@ from neuralmean.stats.discrepancy import scale_of
 from neuralmean.stats.moments import Moments
 
 FIRST = 4  # layers, or as many as there are before the middle ones
-NEITHER = ("constant", "learnt")  # terms that tell nothing of content: `learnt` comes from whatever OOD examples there were
+NEITHER = (
+    "constant",
+    "learnt",
+)  # terms that tell nothing of content: `learnt` comes from whatever OOD examples there were
 _LEAST_SPREAD = 1e-6  # of a layer whose channels all have their usual means
 
 
@@ -41,7 +44,7 @@ class KindScorer:
     Attributes:
         usual_: Mean and deviation of each channel, (2, D).
         widths_: Channels of each layer, (L,).
-        line_: Slopes for the first layers and the offset, (F + 1,).
+        line_: Weight of each layer's spread in the appearance, and what is added to their sum, (L + 1,).
     """
 
     learnt = ("usual_", "widths_", "line_")
@@ -67,7 +70,12 @@ class KindScorer:
         (start, end), _ = _ranges(n_layers)
         known = torch.cat([spreads[:, : min(FIRST, start)], torch.ones(len(spreads), 1, dtype=spreads.dtype)], dim=1)
         # By the pseudo-inverse: of few rows, or of layers that move together, there are many lines.
-        self.line_ = (torch.linalg.pinv(known, rtol=1e-6) @ spreads[:, start:end].mean(dim=1)).float()
+        line = torch.linalg.pinv(known, rtol=1e-6) @ spreads[:, start:end].mean(dim=1)
+        weights = torch.zeros(n_layers + 1, dtype=spreads.dtype)
+        weights[start:end] = 1 / (end - start)
+        weights[: len(line) - 1] -= line[:-1]
+        weights[-1] = -line[-1]
+        self.line_ = weights.float()
         return self
 
     def score(self, observation: Observation, scorer: Scores) -> Tensor:
@@ -77,9 +85,8 @@ class KindScorer:
             observation: What a pass showed.
             scorer: The scorer of the detector, whose terms tell about content.
         """
-        spreads, n_first = self._spreads(observation.vector), len(self.line_) - 1
-        (start, end), (last, _) = _ranges(len(self.widths_))
-        appearance = spreads[:, start:end].mean(dim=1) - spreads[:, :n_first] @ self.line_[:-1] - self.line_[-1]
+        spreads, (_, (last, _)) = self._spreads(observation.vector), _ranges(len(self.widths_))
+        appearance = (spreads * self.line_[:-1]).sum(dim=1) + self.line_[-1]
         terms = getattr(scorer, "terms", None)
         found = {} if terms is None else terms(view_of(scorer, observation))
         named = [value for name, value in found.items() if name not in NEITHER]
