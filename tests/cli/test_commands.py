@@ -291,7 +291,7 @@ class TestExplain:
             assert json.loads(out)["score"] == pytest.approx(row["score"], rel=1e-5)
         code, _, err = nmd("explain", "m.nmd", "many.npz#3")
         assert code == 1
-        assert "Expected an image that can be read, but got 'many.npz#3', of which there is none." in err
+        assert "Expected an image that can be read, but got 'many.npz#3', but there is none." in err
 
     def test_json_adds_up(self, saved, nmd):
         _, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png", "--format", "json")

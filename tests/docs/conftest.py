@@ -133,6 +133,7 @@ def world(folder, tmp_path, monkeypatch):
         "id_images": known,
         "unseen_id_images": unseen,
         "ood_images": strange,
+        "ood_data": strange,
         "id_data": known,
         "held_out": unseen,
         "unseen": unseen,

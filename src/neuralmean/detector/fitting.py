@@ -1,4 +1,4 @@
-"""How a detector learns: which scorer, which rows for what, and what the threshold is worth."""
+"""How a detector is fitted: which scorer, on which rows, and with which guarantee."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 GUARANTEES: dict[str, str] = {
     "held_out": "The false-alarm rate holds for fresh inputs like the held-out ones, which the model must not have been "
     "trained on.",
-    "rotated": "The threshold comes from `id_data` slightly rotated, which stands in for images that the model has not "
+    "rotated": "The threshold comes from `id_data` slightly rotated, in place of images that the model has not "
     "memorised: an estimate without a guarantee. Pass `held_out` data that the model has not seen.",
     "kept_aside": "The threshold comes from a part of `id_data` kept aside. If the model was trained on these images, expect "
-    "more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "more false alarms than requested: pass `held_out` data that the model has not seen.",
     "folds": "The threshold comes from `id_data` itself, by cross-fitting, and holds approximately. If the model was trained on "
-    "these images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
-    "all": "The threshold comes from all of `id_data`, as nothing else was learnt from it. If the model was trained on these "
-    "images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "these images, expect more false alarms than requested: pass `held_out` data that the model has not seen.",
+    "all": "The threshold comes from all of `id_data`, because nothing else was learnt from it. If the model was trained on "
+    "these images, expect more false alarms than requested: pass `held_out` data that the model has not seen.",
 }
 
-SPLIT_FROM = 1000  # with fewer examples none is kept aside: the scorer is cross-fitted instead
+SPLIT_FROM = 1000  # with fewer examples the scorer is cross-fitted instead
 ASIDE = 0.2
 FOLDS = 5
 _MLP_FROM = 5000
@@ -45,7 +45,7 @@ def check_scorer(choice: str | Scorer | None) -> None:
 
 
 def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
-    """Return a new scorer of the kind asked for, or the best one for the data: `n_outliers` is None without OOD data."""
+    """Return a new scorer of the requested kind, or the best one for the data: `n_outliers` is None without OOD data."""
     if isinstance(choice, str):
         return make_scorer(choice)
     if choice is not None:
@@ -61,7 +61,7 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
 
 
 def rotate_every(n_rows: int | None, rate: float, confidence: float | None = None) -> int:
-    """Return of how many images one is rotated to calibrate on: all of few, a fifth of many."""
+    """Return n such that every n-th image is rotated for calibration: all of few images, a fifth of many."""
     enough = max(examples_needed(rate, confidence), 200)
     return 1 if n_rows is None else max(1, min(5, n_rows // enough))
 
@@ -76,9 +76,9 @@ def fit_and_score_inliers(
     rate: float,
     confidence: float | None = None,
 ) -> tuple[Tensor, Source]:
-    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
+    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with their source.
 
-    Held-out rows are used where there are any, else rows of rotated images. Otherwise, of many rows a random part is
+    These are held-out rows if there are any, else rows of rotated images. Otherwise a random part of many rows is
     kept out of the fit; few rows are all used, and scored by scorers that were fitted on the other folds.
     """
     if held_out is not None:
@@ -89,7 +89,7 @@ def fit_and_score_inliers(
         return score_blocks(scorer, rotated), "rotated"
     needed = check_enough(len(inliers), rate, confidence, kind="in-distribution")
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
-    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
+    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them count as held out
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, inliers), "all"
     if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
@@ -102,7 +102,7 @@ def fit_and_score_inliers(
 def choose_scores(
     inliers: Tensor, held_out: Tensor | None, rate: float, confidence: float | None = None
 ) -> tuple[Tensor, Source]:
-    """Return which scores to calibrate on where nothing is learnt, with where they come from."""
+    """Return which scores to calibrate on if nothing is learnt, with their source."""
     if held_out is not None:
         return held_out, "held_out"
     check_enough(len(inliers), rate, confidence, kind="in-distribution")
@@ -110,9 +110,9 @@ def choose_scores(
 
 
 def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
-    """Fit `scorer` on all rows, and return a score of each row by a twin that was fitted on the other folds.
+    """Fit `scorer` on all rows, and return a score of each row by a copy that was fitted on the other folds.
 
-    Each twin has a scale of its own; its scores are brought to that of `scorer` by the mean and deviation of the scores
+    Each copy has its own scale; its scores are mapped to that of `scorer` by the mean and deviation of the scores
     of the rows that it was fitted on.
     """
     fit_scorer(scorer, inliers, outliers)
@@ -133,7 +133,7 @@ def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | Non
 
 
 def warn_if_weak(source: Source) -> None:
-    """Say plainly what a threshold is worth that does not come from held-out data."""
+    """Warn if the threshold does not come from held-out data."""
     if source != "held_out":
         warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
 
@@ -145,7 +145,7 @@ def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:
     if shared:
         warnings.warn(
             f"{shared} of {len(held_out)} held-out examples are also in `id_data`: the threshold will be too low and false "
-            "alarms more frequent than asked for. Keep the two apart.",
+            "alarms more frequent than requested. Keep the two apart.",
             CalibrationWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""What neuralmean would do with a model, and what a saved file holds, in words."""
+"""Descriptions of a model as `Detector` would use it, and of a saved file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Inspection:
     preprocessing: Preprocessing | None
 
     def summary(self) -> list[str]:
-        """Say it in a few lines."""
+        """Return the inspection in a few lines."""
         total = sum(layer.channels for layer in self.layers)
         source = {
             "batchnorm": "the batch-norm buffers, no data needed",
@@ -39,9 +39,13 @@ class Inspection:
         if not self.head_known:
             lines.append("default scorer: found out in fit (say --size to find out now)")
         elif self.head is None:
-            lines.append("default scorer: far and angle (no layer's output is the model's, so no classes)")
+            lines.append(
+                "default scorer: typicality, with its terms far and angle (no layer's output is the model's, so no classes)"
+            )
         else:
-            lines.append(f"default scorer: far, angle, feature, reach and energy (classes from {self.head!r})")
+            lines.append(
+                f"default scorer: typicality, with its terms far, angle, feature, reach and energy (classes from {self.head!r})"
+            )
         how = self.preprocessing
         lines.append(
             "preprocessing: not known, give --mean, --std and --size" if how is None else f"preprocessing: {how}"
@@ -52,7 +56,7 @@ class Inspection:
 def inspect_model(
     model: nn.Module, layers: Sequence[str] | None = None, preprocessing: Preprocessing | None = None
 ) -> Inspection:
-    """Find out what `Detector` would do with `model`; where the input's size is known, the model is run once."""
+    """Inspect `model` as `Detector` would use it; if the input's size is known, the model is run once."""
     chosen = select_layers(model, layers)
     core = unwrap(model)
     free = all(has_running_mean(core.get_submodule(layer.name)) for layer in chosen)
@@ -62,12 +66,12 @@ def inspect_model(
             head = find_head(model, to_batch(torch.zeros(2, preprocessing.channels, *preprocessing.size)))
             known = True
         except (NeuralMeanError, RuntimeError, TypeError, ValueError):
-            known = False  # a model that takes something else than images
+            known = False  # a model that does not take images
     return Inspection(chosen, "batchnorm" if free else "data", head, known, preprocessing)
 
 
 def describe_saved(path: str | Path) -> list[str]:
-    """Say what a saved detector holds, without its model."""
+    """Describe a saved detector without its model."""
     header = Artefact.read(path).header
     try:
         return _describe(header)

@@ -1,14 +1,14 @@
-r"""From the share of a layer in a score to the share of each place: pure functions of activations.
+r"""Splits the contribution of each layer to a score over its positions: pure functions of activations.
 
-A channel mean is a sum over positions, so what a layer adds to a score can be split over its positions without a remainder.
-With :math:`s` what a layer of C channels adds, :math:`a_{cp}` the activation of channel c at position p and :math:`m_c` its mean
-over the training data, position p receives
+A channel mean is a sum over positions, so the contribution of a layer to a score can be split over its positions without
+a remainder. With :math:`s` the contribution of a layer of C channels, :math:`a_{cp}` the activation of channel c at position p
+and :math:`m_c` its mean over the training data, position p receives
 
 .. math::
     \frac{s}{C} \sum_c \frac{(a_{cp} - m_c)^4}{\sum_q (a_{cq} - m_c)^4}.
 
-A layer that lowers the score says of no place that it is strange: its share is spread evenly. The split that is linear in
-:math:`a_{cp} - m_c` adds up just as well, but the structure of any natural image drowns the unusual place in it.
+A layer that lowers the score says of no place that it is strange: its contribution is spread evenly. The split that is linear
+in :math:`a_{cp} - m_c` adds up just as well, but in it the structure of any natural image hides the unusual place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_PREFIX_TOKENS = 16  # class and register tokens before the patches of a vi
 
 
 def position_weights(activation: Tensor, centre: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Return how much each position of each channel stands out: the fourth power of its distance, a new tensor (N, C, P).
+    """Return the fourth power of the distance of each position from its channel's mean, a new tensor (N, C, P).
 
     Args:
         activation: Shape (N, C, ...), or (N, ..., C) with `channels_last`.
@@ -39,11 +39,11 @@ def position_weights(activation: Tensor, centre: Tensor, *, channels_last: bool 
 
 
 def split_over_positions(weights: Tensor, shares: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Share of each position in what a layer adds to the score, float64 (N, P), adding up to the layer's share.
+    """Return the contribution of each position of a layer to the score, float64 (N, P); they sum to that of the layer.
 
     Args:
         weights: What `position_weights` returned, shape (N, C, P).
-        shares: What the layer adds to the score, shape (N,).
+        shares: Contribution of the layer to the score, shape (N,).
         mask: Shape (N, P): the positions that count.
 
     Example:
@@ -85,7 +85,7 @@ def enlarge(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def patch_grid(n_tokens: int, size: Sequence[int]) -> tuple[int, tuple[int, int]] | None:
-    """Return how many tokens come before those of patches, and the grid of patches of an image of this size.
+    """Return the number of tokens before the patches, and the grid of patches of an image of this size.
 
     None where the tokens form no grid of square patches.
 
