@@ -116,7 +116,7 @@ class KindScorer:
         if (
             not is_right
             or widths.sum() != usual.shape[1]
-            or line.shape != (min(FIRST, _ranges(len(widths))[0][0]) + 1,)
+            or line.shape != (len(widths) + 1,)
         ):
             raise ArtefactError("the kinds are not what was learnt from vectors")
         self.usual_, self.widths_, self.line_ = usual, widths, line
