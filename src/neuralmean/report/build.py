@@ -28,9 +28,9 @@ from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
 _TERMS = {
-    "feature": "Penultimate feature",
     "reach": "Energy over length",
-    "energy": "Energy of the logits",
+    "doubt": "Doubt of the classifier",
+    "learnt": "Learnt from examples",
     "rest": "Rest",
 }
 
