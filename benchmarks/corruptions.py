@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -45,7 +46,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     images, labels = read(args.source, args.images)
-    found = {"clean": images, "labels": labels}
+    found: dict[str, Any] = {"clean": images, "labels": labels}
     for name in NAMES:
         for severity in SEVERITIES:
             np.random.seed(0)  # what the package draws from
