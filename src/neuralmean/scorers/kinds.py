@@ -113,11 +113,7 @@ class KindScorer:
         usual, widths, line = (state[name] for name in self.learnt)
         is_right = usual.dim() == 2 and len(usual) == 2 and bool((usual[1] > 0).all())
         is_right = is_right and widths.dim() == 1 and widths.dtype == torch.int64 and bool((widths > 0).all())
-        if (
-            not is_right
-            or widths.sum() != usual.shape[1]
-            or line.shape != (len(widths) + 1,)
-        ):
+        if not is_right or widths.sum() != usual.shape[1] or line.shape != (len(widths) + 1,):
             raise ArtefactError("the kinds are not what was learnt from vectors")
         self.usual_, self.widths_, self.line_ = usual, widths, line
         return self
