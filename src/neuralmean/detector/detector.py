@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from neuralmean.detector.groups import PREDICTED, Groups, predicted_labels
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.locate import locate
 from neuralmean.detector.observed import Observed, main_rows
+from neuralmean.detector.regions import Boxes, RegionDecisions, learn_regions, region_map, score_regions
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -261,6 +262,7 @@ class Detector:
         confidence: float | None = None,
         groups: Groups | None = None,
         early_exit: bool = False,
+        regions: bool = False,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
         """Learn from in-distribution examples and, optionally, from out-of-distribution ones.
@@ -281,6 +283,7 @@ class Detector:
                 the rate then holds for each group. Held-out examples are run through twice.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
+            regions: Whether to learn regions of images too, for `score_regions`: one more pass over all data, see `fit_regions`.
             batch_size: Rows per forward pass where data comes in one piece.
         """
         check_rate(false_alarm_rate)
@@ -291,6 +294,8 @@ class Detector:
             raise InputError(
                 "Expected `held_out` examples and no `early_exit` with `groups`. Pass held-out examples, or leave `groups` out."
             )
+        if regions and held_out is None:
+            raise InputError("Expected `held_out` images with `regions`: the p-values of boxes come from them.")
         before = dict(self.__dict__)
         try:
             with torch.inference_mode(
@@ -302,6 +307,8 @@ class Detector:
                 if groups is not None:
                     limits: dict[str, Any] = {"false_alarm_rate": false_alarm_rate, "confidence": confidence}
                     self.calibrate(held_out, **limits, groups=groups, batch_size=batch_size)
+                if regions:
+                    self.fit_regions(id_data, held_out)
         except BaseException:
             self.__dict__ = before
             raise
@@ -356,6 +363,34 @@ class Detector:
             kinds=kinds,
             grouped_by=grouped_by,
         )
+        return self
+
+    def fit_regions(
+        self,
+        id_data: Any,
+        held_out: Any,
+        *,
+        boxes: Callable[[Any], Sequence[Tensor]] | None = None,
+        false_alarm_rate: float | None = None,
+        batch_size: int = 16,
+    ) -> Self:
+        """Learn what regions of in-distribution images look like, for `score_regions`; nothing else changes.
+
+        Args:
+            id_data: In-distribution images, as for `fit`; at most 8,192 boxes are taken from them.
+            held_out: In-distribution images that the model was not trained on: the p-values come from them, with one box of each
+                range of sizes per image.
+            boxes: Returns the boxes of each image, (M_i, 4), given the model's output, to learn from what a detection model
+                finds; None draws boxes of all sizes at random.
+            false_alarm_rate: Share of in-distribution boxes that may be flagged; None takes that of the detector.
+            batch_size: Images per forward pass where data comes in one piece.
+        """
+        rate = self.false_alarm_rate if false_alarm_rate is None else false_alarm_rate
+        check_rate(rate)
+        self.check_weights()
+        with torch.inference_mode(False):
+            found = learn_regions(self, id_data, held_out, rate, boxes=boxes, batch_size=batch_size)
+        self.learnt = replace(self.learnt, regions=found)
         return self
 
     def set_rate(self, false_alarm_rate: float, *, confidence: float | None = None) -> Self:
@@ -469,6 +504,30 @@ class Detector:
             batch_size: Inputs per forward pass; the activations of all watched layers are kept during a pass.
         """
         return locate(self, x, by_layer=by_layer, batch_size=batch_size)
+
+    def score_regions(self, x: Any, boxes: Boxes) -> RegionDecisions:
+        """Decide on boxes in images, in one forward pass: is what is inside like boxes of its size in the training data?
+
+        Args:
+            x: A batch of images, as the model takes them: (N, C, H, W), or a list of (C, H, W) for detection models.
+            boxes: The boxes of each image: a list with an (M_i, 4) for each, or one tensor (N, M, 4), of x0, y0, x1, y1 in
+                pixels of the image as it is in `x`. Or a function that returns them given the model's output.
+
+        Returns:
+            A sequence with a `Decision` for each image, on its boxes; it has the model's output too.
+        """
+        return score_regions(self, x, boxes)
+
+    def region_map(self, x: Any, *, layer: str | None = None, window: float | None = None) -> Tensor:
+        """Return the p-value of the surroundings of each cell of a layer, float64 (N, h, w).
+
+        Args:
+            x: A batch of images of one size, (N, C, H, W).
+            layer: The watched layer whose cells these are; None takes the deepest one with at least 8 x 8.
+            window: Side of the square around each cell that is looked at, in pixels; None takes twice a cell, or the smallest
+                box that was learnt.
+        """
+        return region_map(self, x, layer=layer, window=window)
 
     # Where and how the model runs.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -27,6 +27,9 @@ from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
 
+if TYPE_CHECKING:
+    from neuralmean.detector.regions import Regions
+
 
 @dataclass(frozen=True, eq=False)
 class Learnt:
@@ -44,6 +47,7 @@ class Learnt:
         grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group;
             None without groups.
         kinds: What tells appearance from content; None where no rows were kept to learn it from.
+        regions: What regions of images look like; None unless that was asked for.
     """
 
     reference: Reference | None
@@ -56,6 +60,7 @@ class Learnt:
     facts: dict[str, Any] = field(default_factory=dict)
     grouped_by: str | None = None
     kinds: Kinds | None = None
+    regions: Regions | None = None
 
 
 @dataclass(frozen=True, eq=False)
