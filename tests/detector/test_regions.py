@@ -21,6 +21,7 @@ def _network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     layers += [nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.BatchNorm2d(12), nn.ReLU()]
+    layers += [nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4))
     for _ in range(20):
         model(_images(64, 0))  # in place of training
@@ -98,7 +99,7 @@ def test_a_box_around_the_whole_image_has_the_channel_means_of_the_image(fitted:
     recorder = fitted._observer.recorder
     boxes = torch.tensor([[0.0, 0.0, 24.0, 24.0]]).expand(5, 1, 4)
     _, _, rows = read_boxes(recorder, fitted.model, to_batch(x), Given(boxes))
-    torch.testing.assert_close(rows.means, recorder(to_batch(x)).mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.means, recorder(to_batch(x)).mean[:, : 8 + 12], rtol=1e-5, atol=1e-5)
     assert rows.side.tolist() == [24.0] * 5
 
 
@@ -167,7 +168,7 @@ def test_the_map_of_a_layer_is_small_where_something_does_not_belong(fitted: Det
 
 
 def test_the_layer_of_a_map_must_be_watched(fitted: Detector) -> None:
-    with pytest.raises(InputError, match="watched layer with places, such as '1', '4', but got '2'"):
+    with pytest.raises(InputError, match="watched layer with places, such as '1', '4', '7', but got '2'"):
         fitted.region_map(_images(1, 1), layer="2")
 
 
@@ -176,7 +177,7 @@ class _Stub(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = _network()[:6]
+        self.backbone = _network()[:9]
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         features = self.backbone(torch.stack(images))

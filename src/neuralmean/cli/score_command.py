@@ -1,4 +1,4 @@
-"""`nmd score`: a verdict on every image."""
+"""`nmd score`: a verdict on every image, or on every text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EPILOG = (
 def score(
     saved: options.Saved,
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Folders, files, globs, .npz, .npy.", show_default=False)
+        list[str], typer.Argument(metavar="PATH...", help="Folders, files, globs, .npz, .npy; or .txt and .jsonl, a text in each line.", show_default=False)
     ],
     format_: Annotated[
         str | None,
@@ -52,10 +52,11 @@ def score(
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score images: path, score, p-value, verdict and kind for each."""
+    """Score images, or texts: path, score, p-value, verdict and kind for each."""
+    from neuralmean.data.texts import are_texts
     from neuralmean.detector.saved import open_saved
     from neuralmean.files.artefact import Artefact
-    from neuralmean.jobs import ScoreFile, Tally, describe_flags, format_of, score_images, select_rows
+    from neuralmean.jobs import ScoreFile, Tally, describe_flags, format_of, score_images, score_texts, select_rows
     from neuralmean.stats.calibration import check_rate
 
     options.check_engine(engine)
@@ -76,13 +77,21 @@ def score(
         label = options.group_labels(groups)
     options.check_out(out, saved, weights)
     opened = open_saved(saved, model=model, weights=weights, rate=rate, trust_local_code=trust_local_code)
-    how, tally = opened.need_preprocessing(), Tally()
+    texts, tally = are_texts(paths), Tally()
+    if texts and (engine != "local" or groups is not None):
+        raise UsageError("Expected --engine local without --groups for texts. Leave them out.")
+    prepared: Any = opened.need_tokenizer().most if texts else opened.need_preprocessing().to_json()
     if freeze:
         opened.freeze()
 
     def batches(skip: Callable[[str], bool] | None) -> Iterator[list[ScoreRow]]:
+        if texts:
+            return score_texts(
+                opened.detector, opened.need_tokenizer(), paths, tally=tally, batch_size=batch_size,
+                on_unreadable=options.tell_unreadable_line, skip=skip,
+            )  # fmt: skip
         return score_images(
-            opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
+            opened.detector, opened.need_preprocessing(), paths, tally=tally, batch_size=batch_size, workers=workers,
             on_unreadable=options.tell_unreadable, skip=skip, label=label,
         )  # fmt: skip
 
@@ -95,7 +104,7 @@ def score(
                 options.tell_unreadable(note)
 
             where: dict[str, Any] = {"address": address, "workers": workers, "batch_size": batch_size}
-            where |= {"model": opened.detector.model, "preprocessing": how, "on_unreadable": tell}
+            where |= {"model": opened.detector.model, "preprocessing": opened.need_preprocessing(), "on_unreadable": tell}
             if out is not None:
                 run = distributed.score(saved, paths, out=out, format=kind, resume=resume, **where)
                 tally = Tally(run.n_images, run.n_ood, run.n_unreadable, resumed=run.n_resumed)
@@ -103,7 +112,7 @@ def score(
                 _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
         elif out is not None:
             own = [*([] if rate is None else [rate]), *([groups] if groups else [])]
-            settings = [list(map(str, paths)), how.to_json(), batch_size, freeze, *own]
+            settings = [list(map(str, paths)), prepared, batch_size, freeze, *own]
             file = ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume)
             try:
                 file.write(batches, tally, fdr)
@@ -137,6 +146,6 @@ def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], boun
         parts += [bound] if bound else []
         typer.echo(", ".join(parts), err=True)
     if not tally.scored:
-        raise InputError(f"Expected at least one image that can be read in {', '.join(paths)}, but there is none.")
+        raise InputError(f"Expected at least one image or text that can be read in {', '.join(paths)}, but there is none.")
     if fail_on_ood and tally.flagged:
         raise typer.Exit(3)

@@ -17,7 +17,16 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting, html
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.groups import PREDICTED, Groups, predicted_labels
+from neuralmean.detector.groups import (
+    LENGTH,
+    PREDICTED,
+    Groups,
+    length_labels,
+    length_ranges,
+    lengths_of,
+    predicted_labels,
+    starts_of,
+)
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.locate import locate
 from neuralmean.detector.observed import Observed, main_rows

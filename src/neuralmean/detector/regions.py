@@ -26,6 +26,7 @@ from neuralmean.detector.region_boxes import (
     boxes_to_learn,
     grid_of,
     read_boxes,
+    region_layers,
 )
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.models.layers import unwrap
@@ -182,7 +183,7 @@ def region_map(detector: Detector, x: Any, *, layer: str | None, window: float |
     rows, columns = _cells(detector, batch.take(slice(0, 1)), layer)
     side = window if window is not None else max(edges[0].item(), 2 * math.sqrt(height * width / (rows * columns)))
     grid = _windows((rows, columns), (height, width), side)
-    at_once = max(1, _MAP_BYTES // (4 * len(grid) * sum(own.channels for own in detector.watched)))
+    at_once = max(1, _MAP_BYTES // (4 * len(grid) * sum(own.channels for own in region_layers(detector.watched))))
     maps = []
     for start in range(0, len(batch), at_once):
         part = batch.take(slice(start, start + at_once))

@@ -13,15 +13,17 @@ from neuralmean.detector.detector import Detector
 from neuralmean.detector.saving import from_artefact
 from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
+from neuralmean.models.huggingface import Tokenizer
 from neuralmean.models.spec import resolve
 
 
 @dataclass(frozen=True)
 class SavedDetector:
-    """A detector that is ready for use, and what its images need."""
+    """A detector that is ready for use, and what its images, or texts, need."""
 
     detector: Detector
     preprocessing: Preprocessing | None
+    tokenizer: Tokenizer | None = None
 
     def need_preprocessing(self) -> Preprocessing:
         """Return the preprocessing, or raise where nobody says what it is."""
@@ -31,6 +33,14 @@ class SavedDetector:
                 "Fit again with --mean, --std and --size."
             )
         return self.preprocessing
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Return what makes inputs of texts, or raise where the model takes none."""
+        if self.tokenizer is None:
+            raise InputError(
+                "Expected a detector of a model that takes texts, fitted with `hf:DIR`, but this one takes something else."
+            )
+        return self.tokenizer
 
     def freeze(self) -> None:
         """Have the model run as one graph, which is faster: see `Detector.freeze`.
@@ -87,7 +97,7 @@ def open_saved(
     preprocessing = Preprocessing.from_json(raw) if isinstance(raw, dict) else resolved.preprocessing
     with torch.inference_mode(False):  # as in `fit`
         detector = from_artefact(Detector, artefact, resolved.model, str(path))
-    return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing)
+    return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing, resolved.tokenizer)
 
 
 def _find_weights(path: Path, info: dict[str, object], weights: str | Path | None) -> Path | None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from neuralmean import __version__
 from neuralmean.detector import early_exit
 from neuralmean.detector.fitting import GUARANTEES, Source
-from neuralmean.detector.groups import PREDICTED
+from neuralmean.detector.groups import GROUPED_BY, LENGTH, starts_of
 from neuralmean.detector.kinds import Kinds
 from neuralmean.detector.learnt import Learnt
+from neuralmean.detector.region_boxes import region_layers
 from neuralmean.detector.regions import Regions
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -220,8 +221,10 @@ def _read_calibration(artefact: Artefact) -> tuple[Calibration, Source]:
         if grouped_by is not None:
             raise ArtefactError("there are no groups to calibrate by")
         return Calibration.of(scores, rate, confidence=header["confidence"]), source
-    if grouped_by not in ("given", PREDICTED):
+    if grouped_by not in GROUPED_BY:
         raise ArtefactError("the groups are of an unknown kind")
+    if grouped_by == LENGTH:
+        starts_of(names)  # raises
     whole = Calibration.of(scores, rate, confidence=header["confidence"])  # with its checks
     return _with_groups(whole, scores, artefact.tensors["calibration.groups"], names), source
 
@@ -244,7 +247,7 @@ def _read_regions(detector: Detector, artefact: Artefact) -> Regions | None:
     if header is None:
         return None
     state = {name[8:]: tensor for name, tensor in artefact.tensors.items() if name.startswith("regions.")}
-    scorer = RegionScorer().load_state(state, sum(layer.channels for layer in detector.watched))
+    scorer = RegionScorer().load_state(state, sum(layer.channels for layer in region_layers(detector.watched)))
     scores = state["scores"]
     if not scores.is_floating_point() or scores.dim() != 1 or bool((scores.diff() < 0).any()):
         raise ArtefactError("the scores of regions are not sorted numbers")
