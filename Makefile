@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS := dev,docs,report,onnx,serve,ray
 
-.PHONY: demo test integrations coverage check docs dist oldest real slow bench clean help
+.PHONY: demo test core mutation integrations coverage check docs dist oldest real slow bench clean help
 
 help:
 	@echo "make demo    train a small model on embedded images, detect what is strange, write a report (under a minute)"
 	@echo "make test    the tests          make check   ruff and mypy --strict"
+	@echo "make core    the tests of calibration, sequential tests and files: every branch must be reached"
+	@echo "make mutation    the same tests against small faults put into that code"
 	@echo "make coverage    the tests, with branch coverage"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make dist    sdist and wheel, checked and tried on every Python from 3.10 to 3.13 that is installed"
@@ -30,8 +32,19 @@ $(READY): pyproject.toml constraints.txt peers.txt
 demo: $(READY)
 	$(BIN)/nmd demo --out demo-output
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# What users stake decisions on, with the tests that must reach every branch of it.
+CORE := files/artefact files/atomic files/journal stats/betting stats/calibration stats/change_point stats/correlation stats/false_flags stats/sequential
+CORE_TESTS := tests/files tests/attacks/test_files.py tests/faults/test_core.py $(addprefix tests/stats/test_,$(addsuffix .py,calibration correlation false_flags sequential))
+comma := ,
+empty :=
+space := $(empty) $(empty)
+
+test: core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(addprefix --ignore=,$(CORE_TESTS))
+
+core: $(READY)
+	OMP_NUM_THREADS=1 COVERAGE_FILE=.coverage.core $(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report= $(CORE_TESTS)
+	$(BIN)/python -m coverage report --data-file=.coverage.core --show-missing --fail-under=100 --include=$(subst $(space),$(comma),$(patsubst %,src/neuralmean/%.py,$(CORE)))
 
 # MLflow and tritonclient[grpc] hold back packages that the other extras use newer (importlib-metadata, protobuf).
 INTEGRATIONS := .venv-integrations
@@ -45,6 +58,11 @@ $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt peers.txt
 
 integrations: $(INTEGRATIONS)/.ready
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/service/test_grpc.py tests/service/test_telemetry.py tests/test_deploy.py
+
+mutation: $(READY)
+	$(BIN)/python -m pip install --quiet 'mutmut>=3.8'
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 coverage: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-branch --cov-report term:skip-covered

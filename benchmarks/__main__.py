@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: every speed benchmark, one table each, everything in one JSON file, and the plot."""
+"""`python -m benchmarks`: every speed benchmark, one table each, everything in one JSON file, and the plot.
+
+`python -m benchmarks guarantees`, `monitor` and `history` are programs of their own: see `--help` of each.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,21 @@ from typing import Any
 
 import torch
 
-from benchmarks import early_exit, export, fit, peers, plot, recording, subjects, timing
+from benchmarks import early_exit, export, fit, guarantees, history, monitor, peers, plot, recording, subjects, timing
 from benchmarks.timing import table
 from neuralmean.models import allocator as memory
 
 PARTS = ("recording", "export", "peers", "early-exit", "fit")
 
 
+PROGRAMS = {"guarantees": guarantees.main, "history": history.main, "monitor": monitor.main}
+
+
 def main() -> int:
     """Run what was asked for and write the results."""
+    if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS:
+        PROGRAMS[sys.argv.pop(1)]()
+        return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small batches and few images: a minute or two")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

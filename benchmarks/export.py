@@ -1,8 +1,4 @@
-"""onnxruntime with detection in the graph, over onnxruntime without it.
-
-Some of what makes our graphs fast would make a model's own faster too; `arranged` is the model without detection and with it:
-means pooled, shortcuts and additions as convolutions, norms with their ReLUs as comparisons.
-"""
+"""onnxruntime with detection in the graph, over onnxruntime with the model alone."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ TURNS = 3
 
 
 def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield one row for each model and batch: the ratios, and the largest difference of scores to torch.
+    """Yield one row for each model and batch: the ratio, and the largest difference of scores to torch.
 
     Where the runtime happens to have its memory makes a difference of up to a fifth, and lasts as long as the graph is loaded:
     graphs are loaded anew a few times, in another order, and the middle one of the ratios counts.
@@ -34,17 +30,17 @@ def run(*, names: tuple[str, ...], batches: tuple[int, ...], seconds: float) -> 
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             detector = _detector(name)
-            plain, arranged, whole = (Path(folder) / f"{graph}.onnx" for graph in ("plain", "arranged", "whole"))
+            plain, whole = (Path(folder) / f"{graph}.onnx" for graph in ("plain", "whole"))
             export.to_onnx(detector, whole, input_shape=subjects.SHAPE)
-            _export_plain(detector.model, plain, arranged)
-            graphs = {"plain": plain, "arranged": arranged, "detection": whole}
+            _export_plain(detector.model, plain)
+            graphs = {"plain": plain, "detection": whole}
             for size in batches:
                 turns = [_measure(name, detector, _open(graphs, turn), size, seconds / TURNS) for turn in range(TURNS)]
                 row = sorted(turns, key=lambda row: float(row["detection"]["ratio"]))[TURNS // 2]
                 row["turns"] = [turn["detection"]["ratio"] for turn in turns]
                 print(
                     f"{name:12s} onnxruntime    batch {size:3d}: plain {row['plain']['seconds'] * 1e3:8.2f} ms, "
-                    f"arranged as ours {row['arranged']['ratio']:.3f}, with detection {row['detection']['ratio']:.3f} "
+                    f"with detection {row['detection']['ratio']:.3f} "
                     f"(turns {', '.join(f'{ratio:.3f}' for ratio in row['turns'])}), largest difference {row['difference']:.2g}",
                     flush=True,
                 )
@@ -95,8 +91,8 @@ def _detector(name: str) -> Detector:
         return Detector(subjects.build(name), scorer="average").fit(subjects.images(64))
 
 
-def _export_plain(model: torch.nn.Module, path: Path, arranged: Path) -> None:
-    """Write a model as torch exports it, and once more arranged as our graphs are."""
+def _export_plain(model: torch.nn.Module, path: Path) -> None:
+    """Write a model as torch exports it."""
     rows = torch.export.Dim("batch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,7 +100,4 @@ def _export_plain(model: torch.nn.Module, path: Path, arranged: Path) -> None:
         exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
     if exported is None:
         raise RuntimeError("torch.onnx returned no graph")
-    proto = exported.model_proto
-    path.write_bytes(proto.SerializeToString())
-    export.arrange(proto)
-    arranged.write_bytes(proto.SerializeToString())
+    path.write_bytes(exported.model_proto.SerializeToString())

@@ -1,16 +1,18 @@
 """Delay to alarm and false alarms of `Monitor` on real images.
 
-    python benchmarks/monitor.py --weights resnet56-cifar10.safetensors --data DIR [--limit N] [--cache FILE]
+    python -m benchmarks monitor --weights resnet56-cifar10.safetensors --data DIR --cache DIR [--cases near far] [--runs N]
 
-DIR holds cifar10-train, cifar10-test, cifar100-test and svhn-test as `.npz` with `images`. The model runs once over the
-images; scores and vectors are cached. Each run splits CIFAR-10 test anew, at random, into held-out images and a stream.
+DIR of the data holds cifar10-train, cifar10-test, cifar100-test and svhn-test as `.npz` with `images`. The model runs once over
+the images; the fitted detector, scores and vectors are kept in the cache. Each run splits CIFAR-10 test anew, at random, into
+held-out images and a stream, which a monitor sees four at a time.
 
-- pure:  streams of CIFAR-10 test alone; how many raise an alarm, against what was promised
-- near:  the stream turns wholly to CIFAR-100 at item 2,000 (`--turn`)
-- far:   the same with SVHN
-- mixed: from item 2,000 on every twentieth item, on average, is SVHN
+- pure:   streams of CIFAR-10 test alone; how many raise an alarm, against what was promised
+- near:   the stream turns wholly to CIFAR-100 at item 2,000 (`--turn`)
+- far:    the same with SVHN
+- mixed:  from item 2,000 on every twentieth item, on average, is SVHN
+- frozen: from item 2,000 on every item is the one before it again
 
-Layers that moved are counted at the alarm and some items after the turn: smallest, middle and largest number over the runs.
+A line of JSON for each case, then a table.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,34 +35,59 @@ from neuralmean.monitor.monitor import Monitor
 from neuralmean.stats.held_out_profile import HeldOutProfile
 
 STEP = 4  # items at a time
-AFTER = (32, 64, 128)  # items after the turn, when it is asked which layers moved
 SETS = ("cifar10-test", "cifar100-test", "svhn-test")
+Found = dict[str, tuple[Tensor, Tensor]]  # scores and vectors of each set
 
 
-def observe(arguments: argparse.Namespace) -> tuple[Detector, dict[str, tuple[Tensor, Tensor]]]:
+class Case(NamedTuple):
+    """One kind of stream."""
+
+    name: str
+    runs: int
+    after: int  # items after the turn, at most
+
+
+CASES = {
+    "near": Case("turns to CIFAR-100", 41, 300),
+    "far": Case("turns to SVHN", 41, 300),
+    "mixed": Case("turns to 5 % SVHN", 41, 2500),
+    "frozen": Case("the camera freezes", 12, 40),
+    "pure": Case("CIFAR-10 alone", 300, 2500),
+}
+
+
+class Run(NamedTuple):
+    """What happened on one stream; items are counted from the turn."""
+
+    alarm_at: int | None
+    by: str | None
+    inside: bool  # whether the turn lies in the interval that the alarm gives
+    seconds: float
+    items: int
+
+
+def observe(arguments: argparse.Namespace) -> tuple[Detector, Found]:
     """Fit the detector and return scores and vectors of every set, from the cache where there is one."""
     trained = models.load(arguments.model, arguments.weights)
-    if arguments.scores_only and arguments.cache and arguments.cache.exists():
-        # Scores come from the cache, so the detector only carries calibrations.
-        return Detector(trained.model, scorer="average"), torch.load(arguments.cache, weights_only=True)
+    kept, vectors = arguments.cache / "detector.nmd", arguments.cache / "found.pt"
+    if vectors.exists():
+        return Detector.load(kept, trained.model), torch.load(vectors, weights_only=True)
+    arguments.cache.mkdir(parents=True, exist_ok=True)
     train = _images(arguments.data, "cifar10-train")
     order = np.random.default_rng(0).permutation(len(train))[: arguments.fit]
     detector = Detector(trained.model, scorer=arguments.scorer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the calibration is replaced in every run
         detector.fit(trained.preprocess(train[np.sort(order)]))
-    if arguments.cache and arguments.cache.exists():
-        return detector, torch.load(arguments.cache, weights_only=True)
     found = {}
     for name in SETS:
         images = _images(arguments.data, name)
-        images = images[np.sort(np.random.default_rng(1).permutation(len(images))[: arguments.limit or None])]
+        images = images[np.sort(np.random.default_rng(1).permutation(len(images))[: arguments.limit])]
         parts = [_observe(detector, trained.preprocess(images[i : i + 128])) for i in range(0, len(images), 128)]
-        scores, vectors = zip(*parts, strict=True)
-        found[name] = (torch.cat(scores), torch.cat(vectors))
-        print(f"{name}: {len(images)} images", flush=True)
-    if arguments.cache:
-        torch.save(found, arguments.cache)
+        scores, vectors_ = zip(*parts, strict=True)
+        found[name] = (torch.cat(scores), torch.cat(vectors_))
+    detector.save(kept)
+    torch.save(found, vectors)
     return detector, found
 
 
@@ -75,23 +101,24 @@ def _images(folder: Path, name: str) -> np.ndarray:
     return images
 
 
-def streams(found: dict[str, tuple[Tensor, Tensor]], case: str, run: int, held_out: int, turn: int) -> Iterator[Tensor]:
-    """Yield scores and vectors, those held out and those of the stream, of one run."""
+def stream(found: Found, case: str, run: int, held_out: int, turn: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scores and vectors, those held out and those of the stream, of one run."""
     generator = torch.Generator().manual_seed(run)
     scores, vectors = found["cifar10-test"]
     order = torch.randperm(len(scores), generator=generator)
-    yield scores[order[:held_out]]
-    yield vectors[order[:held_out]]
-    stream, turned = scores[order[held_out:]].clone(), vectors[order[held_out:]].clone()
-    if case != "pure":
+    rest = order[held_out : held_out + turn + CASES[case].after]
+    shown, turned = scores[rest].clone(), vectors[rest].clone()
+    places = torch.arange(turn, len(rest))
+    if case == "frozen":
+        shown[places], turned[places] = scores[rest[turn - 1]], vectors[rest[turn - 1]]
+    elif case != "pure":
         other_scores, other_vectors = found["cifar100-test" if case == "near" else "svhn-test"]
-        places = torch.arange(turn, len(stream))
         if case == "mixed":
             places = places[torch.rand(len(places), generator=generator) < 0.05]
         picks = torch.randint(len(other_scores), (len(places),), generator=generator)
-        stream[places], turned[places] = other_scores[picks], other_vectors[picks]
-    yield stream
-    yield turned
+        shown[places], turned[places] = other_scores[picks], other_vectors[picks]
+    known = order[:held_out]
+    return scores[known], vectors[known], shown, turned
 
 
 def _profile(detector: Detector, vectors: Tensor) -> HeldOutProfile:
@@ -100,88 +127,84 @@ def _profile(detector: Detector, vectors: Tensor) -> HeldOutProfile:
     return seen.profile()
 
 
-def measure(
-    detector: Detector, found: dict[str, tuple[Tensor, Tensor]], case: str, runs: int, a: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the outcome of `runs` streams, each seen four items at a time."""
-    delays: list[int | None] = []
-    false_alarms, by, seconds, n_items = 0, list[str | None](), 0.0, 0
-    named: dict[str, list[int]] = {}
-    n_inside = 0  # alarms that say rightly since when
-    for run in range(runs):
-        held_out, known, scores, vectors = streams(found, case, run, a.held_out, a.turn)
-        scores, vectors = scores[: a.length], vectors[: a.length]
-        calibration = Calibration.of(held_out, 0.05)
-        profile = None if a.without_held_out_vectors or a.scores_only else _profile(detector, known)
-        detector.adopt(replace(detector.learnt, calibration=calibration, source="held_out", profile=profile))
-        monitor = Monitor(detector, false_alarm_rate=a.rate, seed=run)
-        for first in range(0, len(scores), STEP):
-            few, was_on = slice(first, first + STEP), monitor.drift
-            begin = time.perf_counter()
-            shown = None if a.scores_only else vectors[few].float()
-            is_on = monitor.update(Decision(scores[few], calibration), vectors=shown)
-            seconds, n_items = seconds + time.perf_counter() - begin, n_items + STEP
-            since = first + STEP - a.turn
-            if case != "pure" and is_on and not was_on:
-                named.setdefault("at the alarm", []).append(_n_moved(monitor))
-            if is_on and a.scores_only:
-                break
-            if case != "pure" and since in AFTER:
-                named.setdefault(f"{since} items after the turn", []).append(_n_moved(monitor))
-        status, alarm = monitor.status(), monitor.alarm
-        n_inside += alarm is not None and alarm.since[0] <= a.turn + 1 <= alarm.since[1]
-        if status.drift_at is not None and (case == "pure" or status.drift_at <= a.turn):
-            false_alarms += 1
-        elif case != "pure":
-            delays.append(None if status.drift_at is None else status.drift_at - a.turn)
-            by.append(status.drift_by)
-        if case == "pure":
-            named.setdefault("at the end", []).append(_n_moved(monitor))
-    seen = sorted(delay for delay in delays if delay is not None)
+def watch(detector: Detector, found: Found, case: str, run: int, arguments: argparse.Namespace) -> Run:
+    """Return what happened on one stream, seen four items at a time."""
+    held_out, known, scores, vectors = stream(found, case, run, arguments.held_out, arguments.turn)
+    calibration = Calibration.of(held_out, 0.05)
+    profile = None if arguments.scores_only else _profile(detector, known)
+    detector.adopt(replace(detector.learnt, calibration=calibration, source="held_out", profile=profile))
+    monitor, seconds, first = Monitor(detector, false_alarm_rate=arguments.rate, seed=run), 0.0, 0
+    while first < len(scores) and monitor.alarm is None:
+        few = slice(first, first + STEP)
+        shown = None if arguments.scores_only else vectors[few].float()
+        begin = time.perf_counter()
+        monitor.update(Decision(scores[few], calibration), vectors=shown)
+        seconds, first = seconds + time.perf_counter() - begin, first + STEP
+    alarm = monitor.alarm
+    if alarm is None:
+        return Run(None, None, False, seconds, first)
+    inside = alarm.since[0] <= arguments.turn + 1 <= alarm.since[1]
+    return Run(alarm.item - arguments.turn, alarm.test, inside, seconds, first)
+
+
+def summarise(case: str, runs: list[Run], rate: float) -> dict[str, Any]:
+    """Return the outcome of the streams of one case."""
+    is_pure = case == "pure"
+    false = [run for run in runs if run.alarm_at is not None and (is_pure or run.alarm_at <= 0)]
+    right = [] if is_pure else [run for run in runs if run.alarm_at is not None and run.alarm_at > 0]
+    delays = sorted(cast(int, run.alarm_at) for run in right)
     return {
-        "case": case, "runs": runs, "items": n_items // runs, "false_alarms": false_alarms, "promised": a.rate,
-        "missed": delays.count(None), "median_delay": seen[len(seen) // 2] if seen else None,
-        "largest_delay": seen[-1] if seen else None, "by": {name: by.count(name) for name in ("items", "blocks", "repeats")},
-        "change_inside_since": n_inside,
-        "layers": len(detector.layers), "layers_that_moved": {when: _middle(counts) for when, counts in named.items()},
-        "microseconds_per_item": round(1e6 * seconds / n_items, 1),
+        "case": CASES[case].name, "runs": len(runs), "false_alarms": len(false), "promised": rate,
+        "missed": 0 if is_pure else len(runs) - len(false) - len(right),
+        "median_delay": delays[len(delays) // 2] if delays else None, "largest_delay": delays[-1] if delays else None,
+        "within_20": sum(delay <= 20 for delay in delays), "change_inside_since": sum(run.inside for run in right),
+        "by": {name: sum(run.by == name for run in right) for name in ("items", "blocks", "repeats")},
+        "microseconds_per_item": round(1e6 * sum(run.seconds for run in runs) / sum(run.items for run in runs), 1),
     }  # fmt: skip
 
 
-def _n_moved(monitor: Monitor) -> int:
-    return sum(layer.moved for layer in monitor.status().layers)
-
-
-def _middle(counts: list[int]) -> list[int]:
-    """Return the smallest, the middle and the largest."""
-    counts = sorted(counts)
-    return [counts[0], counts[len(counts) // 2], counts[-1]]
+def _row(found: dict[str, Any]) -> str:
+    columns = (
+        "case",
+        "runs",
+        "false_alarms",
+        "missed",
+        "median_delay",
+        "largest_delay",
+        "within_20",
+        "change_inside_since",
+    )
+    return " | ".join(["", *("-" if found[name] is None else str(found[name]) for name in columns), ""]).strip()
 
 
 def main() -> None:
-    """Run the cases and print one JSON object a line."""
+    """Run the cases and print one JSON object a line, then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for the detector, scores and vectors")
     parser.add_argument("--model", default="resnet56")
     parser.add_argument("--scorer", default=None)
     parser.add_argument("--fit", type=int, default=5000, help="training images to fit on")
-    parser.add_argument("--limit", type=int, default=0, help="images of each set; 0 takes all")
-    parser.add_argument("--held-out", type=int, default=2000)
+    parser.add_argument("--limit", type=int, default=10_000, help="images of each set")
+    parser.add_argument("--held-out", type=int, default=1000)
     parser.add_argument("--turn", type=int, default=2000)
-    parser.add_argument("--length", type=int, default=4500, help="items in a stream")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--pure", type=int, default=100)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--runs", type=int, help="of each case, rather than its own number")
     parser.add_argument("--rate", type=float, default=0.01)
-    parser.add_argument(
-        "--without-held-out-vectors", action="store_true", help="only scores of the held-out images are known"
-    )
     parser.add_argument("--scores-only", action="store_true", help="no vectors: no test on blocks, no layers")
-    parser.add_argument("--cache", type=Path)
     arguments = parser.parse_args()
     detector, found = observe(arguments)
-    for case, runs in (*((case, arguments.runs) for case in ("near", "far", "mixed")), ("pure", arguments.pure)):
-        print(json.dumps(measure(detector, found, case, runs, arguments)), flush=True)
+    rows = []
+    for case in arguments.cases:
+        count = arguments.runs or CASES[case].runs
+        outcome = summarise(
+            case, [watch(detector, found, case, run, arguments) for run in range(count)], arguments.rate
+        )
+        print(json.dumps(outcome), flush=True)
+        rows.append(_row(outcome))
+    print("\n| stream | runs | false alarms | missed | median delay | largest | within 20 | change inside `since` |")
+    print("|---|---|---|---|---|---|---|---|", *rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from neuralmean.files.artefact import Artefact
 from tests.cli.conftest import nmd, pictures, save_pictures, saved, world  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="descriptors and limits of POSIX")
@@ -81,3 +82,46 @@ def test_a_full_disk_is_told_by_the_journal(saved, world):
     done = shell(f"nmd score {args} --resume", world)
     assert done.returncode == 0, done.stderr
     assert len((world / "x.json").read_text().splitlines()) == 150
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[31m"
+
+
+@pytest.fixture
+def odd(saved, world):
+    """Arguments to score a folder with names that would steer a terminal."""
+    save_pictures(world / "some", pictures(1, 5))
+    (world / "some" / "0000.png").rename(world / "some" / f"{ESCAPES}.png")
+    (world / "some" / f"bad{ESCAPES}.png").write_bytes(b"no image")
+    return ["score", "m.nmd", "some", "--format", "csv", "--trust-local-code"]
+
+
+def test_a_name_does_not_steer_the_terminal(world, odd):
+    start = [sys.executable, "-c", "from neuralmean.cli import main; main()", *odd]
+    (world / "terminal.py").write_text(f"import pty, sys; sys.exit(pty.spawn({start!r}) >> 8)")
+    shown = shell(f"{sys.executable} terminal.py", world)
+    assert shown.returncode == 0, shown.stdout
+    assert "1b]0;title" in shown.stdout
+    assert "\x1b]0;" not in shown.stdout
+
+
+def test_a_name_reaches_a_program_as_it_is(world, odd):
+    done = shell(f"nmd {' '.join(odd)}", world)
+    assert done.returncode == 0, done.stderr
+    assert f"some/{ESCAPES}.png" in done.stdout
+    assert "\x1b" not in done.stderr
+
+
+def test_a_saved_file_does_not_steer_the_terminal(world, nmd):
+    content = {"model": f"evil{ESCAPES}"}
+    header = {
+        "fitted": {},
+        "calibration": {"threshold": 1.0, "false_alarm_rate": 0.05, "source": ESCAPES},
+        "info": content,
+    }
+    header |= {"layers": [], "statistic": "mean", "scorer": {"name": ESCAPES}, "reference": {"source": "data"}}
+    Artefact({**header, "fingerprint": "0" * 64, "model_class": "", "versions": {}}, {}).write(world / "evil.nmd")
+    code, out, _ = nmd("inspect", "evil.nmd")
+    assert code == 0
+    assert "model: evil\\x1b]0;title" in out
+    assert "\x1b" not in out

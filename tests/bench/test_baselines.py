@@ -25,6 +25,7 @@ from neuralmean.bench.features import Features, compute
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.protocols import EvalSet, FitSet
 from neuralmean.errors import InputError, NeuralMeanWarning, NotFittedError
+from neuralmean.models import allocator
 
 
 class Toy(nn.Module):
@@ -375,14 +376,18 @@ class TestCost:
             raise ZeroDivisionError
         assert not trained.model._forward_pre_hooks
 
-    def test_the_peak_is_that_of_the_block(self, trained):
+    @pytest.mark.parametrize("kept", [False, True], ids=["given back", "kept by the allocator"])
+    def test_the_peak_is_that_of_the_block(self, trained, kept):
+        if kept:
+            allocator.keep_freed()
+            torch.ones(60_000_000)
         with metered(trained.model) as large:
             block = torch.ones(50_000_000)
             del block
         with metered(trained.model) as small:
             pass
         if large.cost.peak_mb is None:
-            pytest.skip("the system does not tell")
+            pytest.skip("this system does not report the peak")
         assert large.cost.peak_mb > 150
         assert small.cost.peak_mb < 50
 

@@ -234,8 +234,8 @@ class TestRefusing:
     ("alias", "name"),
     [
         ("CIFAR-10", "cifar10"),
-        ("ImageNet-C", "imagenet-crop"),
-        ("ImageNet-R", "imagenet-resize"),
+        ("Tiny-ImageNet-crop", "imagenet-crop"),
+        ("tinyimagenet_resize", "imagenet-resize"),
         ("LSUN_C", "lsun-crop"),
         ("iSUN", "isun"),
         ("DTD", "textures"),
@@ -244,6 +244,12 @@ class TestRefusing:
 )
 def test_the_papers_names_are_known(alias, name):
     assert data.dataset(alias).name == name
+
+
+@pytest.mark.parametrize("name", ["ImageNet-C", "ImageNet-R"])
+def test_what_the_paper_calls_sets_that_mean_others_today_is_unknown(name):
+    with pytest.raises(InputError, match=f"Expected the name of a data set, but got '{name}'. Did you mean"):
+        data.dataset(name)
 
 
 def test_every_set_has_a_title_and_a_page():

@@ -1,5 +1,6 @@
 """Methods, models and sets of the user's own take part without editing the package."""
 
+import re
 import sys
 import textwrap
 
@@ -34,6 +35,14 @@ def folders(tmp_path, monkeypatch):
             def score(self, examples):
                 return -examples.logits.amax(dim=1)
 
+        class Norm:
+            def fit(self, inliers, outliers=None):
+                self.centre = inliers.mean(dim=0)
+                return self
+
+            def score(self, vectors):
+                return (vectors - self.centre).norm(dim=1)
+
         class Other:
             pass
         """)
@@ -55,10 +64,23 @@ def test_a_method_of_ones_own_has_rows_in_any_experiment(folders):
     assert titles.of_method("nowhere:Method") == "nowhere:Method"
 
 
+def test_a_scorer_of_ones_own_is_a_method_too(folders):
+    rows = _run(folders, ["transfer"], methods=["ownmethod:Norm"], models=["resnet20"])
+    assert {row["method"] for row in rows} == {"ownmethod:Norm"}
+    assert titles.of_method("ownmethod:Norm") == "Norm"
+    (folders / "ownmethod.py").write_text((folders / "ownmethod.py").read_text().replace("norm(dim=1)", "amax(dim=1)"))
+    sys.modules.pop("ownmethod")
+    edited = _run(folders, ["transfer"], methods=["ownmethod:Norm"], models=["resnet20"], again=True)
+    assert [row["auroc"] for row in edited] != [row["auroc"] for row in rows]
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ownmethod:Other", "to be a subclass of `neuralmean.bench.baselines.Method`"),
+        (
+            "ownmethod:Other",
+            "to be a subclass of `neuralmean.bench.baselines.Method` or a class with `fit` and `score`",
+        ),
         ("ownmethod:Missing", "but it is missing"),
         ("nowhere_at_all:Method", "Expected to import 'nowhere_at_all' for the method"),
     ],
@@ -66,6 +88,31 @@ def test_a_method_of_ones_own_has_rows_in_any_experiment(folders):
 def test_what_is_no_method_is_refused(folders, spec, message):
     with pytest.raises(InputError, match=message):
         baselines.make(spec)
+
+
+def test_a_set_of_ones_own_is_judged_in_the_papers_tables_too(folders):
+    pixels = np.random.default_rng(4711).integers(0, 256, (60, 32, 32, 3), np.uint8)
+    np.savez(folders / "odd.npz", images=pixels)
+    rows = _run(folders, ["transfer"], methods=["msp"], models=["resnet20"], oods={"odd": folders / "odd.npz"})
+    assert "odd" in {row["ood"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "a model, as `--model package:build`"),
+        ({"models": ["ownmethod:build"]}, "the set that the model was trained on, as `--id NAME`"),
+        ({"models": ["ownmethod:build"], "id_set": "scans", "oods": {"x": "x"}}, "data scans, as `--ood scans=DIR`"),
+        ({"models": ["ownmethod:build"], "id_set": "cifar10", "oods": {}}, "a set to judge by, as `--ood NAME=DIR`"),
+    ],
+)
+def test_the_experiment_own_says_what_it_lacks(folders, options, message, monkeypatch):
+    if options.get("id_set") == "cifar10":
+        monkeypatch.setattr("neuralmean.bench.experiments.own.ALL_OODS", ())
+    if options.get("id_set") == "scans":
+        monkeypatch.setattr("neuralmean.bench.experiments.inputs.Inputs.has_set", lambda self, name: False)
+    with pytest.raises(InputError, match=re.escape(message)):
+        _run(folders, ["own"], **options)
 
 
 def test_false_alarms_count_the_flags_of_unseen_images(folders):
@@ -87,11 +134,13 @@ def test_sample_size_averages_over_five_draws(folders, monkeypatch):
 
 
 def test_readings_vary_one_thing_at_a_time(folders):
-    rows = _run(folders, ["readings"])
+    rows = _run(folders, ["readings"], methods=["ours-lr", "dk"])
     settings = {row["setting"] for row in rows}
     assert {"before the norm, standardised, signed", "after the norm, raw, absolute"} <= settings
     assert {"before the norm, standardised, absolute; 8 x 8 blocks", "DK, bandwidth 0.5 x median distance"} <= settings
     assert {row["ood"] for row in rows} == {"svhn", "cifar100"}
+    near = [row for row in rows if row["setting"] == "NMD and NVD, LR, 500 images of each kind"]
+    assert [(row["ood"], row["protocol"], row["fit_ood"]) for row in near] == [("cifar100", "full-access", "cifar100")]
 
 
 def test_a_list_of_openood_names_its_pictures_and_their_labels(tmp_path):

@@ -52,3 +52,22 @@ def test_false_alarms_are_lines_with_their_interval():
         "of",
         "200",
     ]
+
+
+def test_imagenet_has_means_over_near_and_far_sets_and_fpr95():
+    rows = [
+        _row("msp", ood, auroc, experiment="imagenet", tnr95=tnr95)
+        for ood, auroc, tnr95 in (
+            ("ssb-hard", 70.0, 10.0),
+            ("ninco", 80.0, 20.0),
+            ("textures", 90.0, 60.0),
+            ("photo-blur", 95.0, 80.0),
+        )
+    ]
+    caption, head, line = as_text(rows).split("\n\n")[1].splitlines()
+    assert caption == "ResNet-56: means over sets, %"
+    assert [part.strip() for part in head.split("  ") if part] == [
+        "method", "near, AUROC", "near, FPR95", "far, AUROC", "far, FPR95", "altered, AUROC", "altered, FPR95",
+        "all, AUROC", "all, FPR95",
+    ]  # fmt: skip
+    assert line.split() == ["MSP", "75.0", "85.0", "90.0", "40.0", "95.0", "20.0", "83.8", "57.5"]

@@ -1,20 +1,18 @@
+"""The detector as a whole: calls, bad input, and the state of the model afterwards."""
+
 from __future__ import annotations
 
 import copy
-import operator
 import pickle
 import threading
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from neuralmean import Decision, Detector, Reference
+from neuralmean import Decision, Detector
 from neuralmean.errors import (
-    CalibrationError,
     CalibrationWarning,
     InputError,
     LayerNotFiredError,
@@ -23,41 +21,15 @@ from neuralmean.errors import (
     ModelMismatchError,
     NotFittedError,
 )
-from neuralmean.recording import RecordingModule
-from neuralmean.scorers import AverageScorer, LogisticScorer
-from neuralmean.stats.moments import Moments
+from neuralmean.scorers import LogisticScorer
 from tests.conftest import TinyNet, count_hooks, make_trained
-
-HELD_OUT = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(7))
-
-
-def _reference_nmd(model, image):
-    """The paper's Eq. 3 to 5 for one image, from stored activations, one number at a time."""
-    kept = {}
-    handles = [
-        module.register_forward_pre_hook(lambda module, args, name=name: kept.update({name: args[0].detach().clone()}))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.BatchNorm2d)
-    ]
-    model(image.unsqueeze(0))
-    for handle in handles:
-        handle.remove()
-    vector = []
-    for name, activation in kept.items():
-        for c in range(activation.shape[1]):
-            values = activation[0, c].flatten().tolist()
-            vector.append(sum(values) / len(values) - model.get_submodule(name).running_mean[c].item())
-    return vector
-
-
-def fitted(model, images, **options):
-    return Detector(model, **options).fit(images, held_out=HELD_OUT)
+from tests.detector.conftest import HELD_OUT, fitted, reference_nmd
 
 
 class TestUnfitted:
     def test_the_vector_equals_a_naive_loop(self, model, images):
         vectors = Detector(model).discrepancy(images[:5])
-        expected = torch.tensor([_reference_nmd(model, image) for image in images[:5]])
+        expected = torch.tensor([reference_nmd(model, image) for image in images[:5]])
         torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
 
     def test_layers_and_channels_are_named(self, model):
@@ -108,198 +80,6 @@ class TestBatch:
             return (np.mean(theirs) - np.mean(ours)) / (np.std(ours) + np.std(theirs))
 
         assert gap(1) < gap(10) < gap(50)
-
-
-class TestFit:
-    @pytest.mark.parametrize("statistic", ["mean", "variance", "both"])
-    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
-    def test_every_scorer_and_statistic_tells_the_strange_apart(self, model, images, strange, scorer, statistic):
-        detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, strange[:50], held_out=HELD_OUT)
-        assert detector.predict(strange[50:]).is_ood.float().mean() > 0.9
-        assert detector.predict(images).is_ood.float().mean() < 0.15
-
-    def test_fit_returns_itself_and_says_what_it_saw(self, model, images, strange):
-        detector = Detector(model, scorer="logistic")
-        assert detector.fit(images, strange, held_out=HELD_OUT) is detector
-        assert (detector.fitted["n_id"], detector.fitted["n_ood"], detector.fitted["n_held_out"]) == (300, 100, 200)
-
-    def test_crafted_data_stands_in_for_missing_outliers(self, model, images):
-        detector = fitted(model, images, scorer="logistic")
-        assert detector.fitted["n_crafted"] == 300
-
-    def test_crafting_needs_images(self):
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        with pytest.raises(InputError, match=r"Expected images of shape \(N, C, H, W\) to permute"):
-            Detector(model, scorer="logistic").fit(torch.randn(100, 4))
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [
-            lambda x: x,
-            lambda x: x.numpy(),
-            lambda x: TensorDataset(x, torch.zeros(len(x))),
-            lambda x: DataLoader(TensorDataset(x), batch_size=32),
-            lambda x: x.split(50),
-            lambda x: iter(x.split(50)),
-        ],
-        ids=["tensor", "array", "dataset", "loader", "batches", "iterator"],
-    )
-    def test_data_may_come_in_any_form(self, model, images, wrap):
-        detector = Detector(model, scorer="average").fit(wrap(images), held_out=wrap(HELD_OUT))
-        plain = Detector(model, scorer="average").fit(images, held_out=HELD_OUT)
-        assert detector.threshold == pytest.approx(plain.threshold, rel=1e-6)
-
-    def test_a_model_without_batch_norm_makes_its_reference_from_the_data(self, images, strange):
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2))
-        detector = fitted(model, images, scorer="average")
-        measured = Reference.from_data(model, None, images)
-        assert detector.reference.source == "data"
-        torch.testing.assert_close(detector.reference.mean, measured.mean, rtol=1e-5, atol=1e-6)
-        assert detector.predict(strange).is_ood.all()
-
-    def test_a_reference_can_be_given(self, model, images):
-        reference = Reference.from_data(model, ["bn2"], images)
-        detector = Detector(model, reference=reference)
-        assert detector.layers == ("bn2",)
-        torch.testing.assert_close(detector.discrepancy(images).mean(0), torch.zeros(6), rtol=0, atol=1e-5)
-
-    def test_a_reference_of_other_layers_is_an_error(self, model, images):
-        with pytest.raises(InputError, match="Expected a reference of the layers that are watched"):
-            Detector(model, layers=["bn1"], reference=Reference.from_batchnorm(model, ["bn2"]))
-
-    def test_a_scorer_of_ones_own_is_called_with_vectors(self, model, images, strange):
-        class Largest:
-            def fit(self, inliers):
-                self.scale = inliers.std(0)
-                return self
-
-            def score(self, vectors):
-                return (vectors / self.scale).abs().amax(1)
-
-        detector = fitted(model, images, scorer=Largest())
-        assert detector.predict(strange).is_ood.all()
-        with pytest.raises(InputError, match="Expected a scorer that comes with neuralmean to save, but got Largest"):
-            detector.save("never.nmd")
-
-    def test_a_scorer_of_ones_own_may_take_outliers(self, model, images, strange):
-        class Direction:
-            def fit(self, inliers, outliers):
-                self.direction = outliers.mean(0) - inliers.mean(0)
-
-            def score(self, vectors):
-                return vectors @ self.direction
-
-        detector = Detector(model, scorer=Direction()).fit(images, strange[:50], held_out=HELD_OUT)
-        assert detector.predict(strange[50:]).is_ood.all()
-
-    def test_a_scorer_must_give_one_number_per_row(self, model, images):
-        class Wrong:
-            def fit(self, inliers):
-                return self
-
-            def score(self, vectors):
-                return vectors
-
-        with pytest.raises(
-            InputError, match=r"Expected `score` to return a tensor of shape \(200,\), but got \(200, 10\)"
-        ):
-            fitted(model, images, scorer=Wrong())
-
-    def test_fitting_again_after_training_takes_the_model_as_it_is(self, model, images):
-        detector = fitted(model, images, scorer="average")
-        with torch.no_grad():
-            model.bn1.running_mean.add_(1)
-        with pytest.raises(ModelMismatchError, match="the model's weights have changed since"):
-            detector.predict(images)
-        detector.fit(images, held_out=HELD_OUT)
-        assert torch.equal(detector.reference.mean[:4], model.bn1.running_mean.double())
-        detector.predict(images)
-
-
-class TestCalibration:
-    def test_without_held_out_data_the_detector_says_what_that_is_worth(self, model, images):
-        with pytest.warns(CalibrationWarning, match="expect more false alarms than asked for: pass `held_out` data"):
-            detector = Detector(model, scorer="average").fit(images)
-        assert detector.calibration_source == "all"
-        assert "pass `held_out`" in detector.guarantee
-
-    @pytest.mark.parametrize(("n", "source"), [(300, "folds"), (1200, "kept_aside")])
-    def test_a_scorer_that_learns_is_not_calibrated_on_what_it_learnt_from(self, model, strange, n, source):
-        images = torch.rand(n, 3, 8, 8)
-        with pytest.warns(CalibrationWarning):
-            detector = Detector(model, scorer="logistic").fit(images, strange)
-        assert detector.calibration_source == source
-        assert detector.predict(torch.rand(500, 3, 8, 8)).is_ood.float().mean() < 0.12
-
-    @pytest.mark.parametrize("n", [300, 2500])
-    def test_the_default_is_calibrated_on_turned_images_without_held_out_ones(self, model, n):
-        with pytest.warns(
-            CalibrationWarning, match="slightly rotated, which stands in for images that the model has not memo"
-        ):
-            detector = Detector(model).fit(torch.rand(n, 3, 8, 8))
-        assert detector.calibration_source == "rotated"
-        assert len(detector.calibration.scores) == {300: 300, 2500: 500}[n]
-
-    @pytest.mark.parametrize(
-        ("scorer", "statistic"), [("average", "mean"), ("typicality", "mean"), ("average", "both")]
-    )
-    def test_what_held_out_data_looks_like_is_known_however_it_came(self, model, images, scorer, statistic):
-        detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, held_out=HELD_OUT, batch_size=64)
-        found, vectors = detector.profile, detector.discrepancy(HELD_OUT)
-        again = detector.calibrate(HELD_OUT, batch_size=50).profile
-        expected = Moments.of(vectors)
-        for profile in (found, again):
-            assert profile.moments.count == len(HELD_OUT)
-            torch.testing.assert_close(profile.moments.mean, expected.mean, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(profile.moments.m2, expected.m2, rtol=1e-4, atol=1e-6)
-            assert profile.squares.shape == profile.largest.shape == (2,)
-        torch.testing.assert_close(found.squares, again.squares, rtol=1e-4, atol=0)
-
-    def test_without_held_out_data_there_is_no_such_thing(self, model, images):
-        with pytest.warns(CalibrationWarning):
-            assert fitted(model, images, scorer="average").fit(images).profile is None
-
-    def test_inputs_that_are_no_images_are_cross_fitted_instead(self):
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).train()
-        with torch.no_grad():
-            for _ in range(50):
-                model(torch.randn(64, 4))
-        with pytest.warns(CalibrationWarning, match="by cross-fitting"):
-            assert Detector(model).fit(torch.randn(200, 4)).calibration_source == "folds"
-
-    def test_with_held_out_data_there_is_nothing_to_warn_of(self, model, images):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            detector = fitted(model, images)
-        assert "holds for fresh inputs" in detector.guarantee
-
-    @pytest.mark.parametrize("scorer", ["average", "typicality"])
-    def test_held_out_data_that_was_fitted_on_is_noticed(self, model, images, scorer):
-        with pytest.warns(CalibrationWarning, match="50 of 250 held-out examples are also in `id_data`"):
-            Detector(model, scorer=scorer).fit(images, held_out=torch.cat([images[:50], HELD_OUT]))
-
-    def test_too_few_examples_are_an_error_with_the_number_needed(self, model, images):
-        with pytest.raises(
-            CalibrationError, match=r"at least 99 held-out examples for a false-alarm rate of 0\.01, but got 50"
-        ):
-            Detector(model, scorer="average").fit(images, held_out=HELD_OUT[:50], false_alarm_rate=0.01)
-        with pytest.raises(CalibrationError, match="at least 999 in-distribution examples"):
-            Detector(model, scorer="logistic").fit(images, images + 1, false_alarm_rate=0.001)
-
-    def test_few_shot_works_without_held_out_data(self, model, images, strange):
-        with pytest.warns(CalibrationWarning):
-            detector = Detector(model, scorer="logistic").fit(images[:25], strange[:25])
-        assert detector.score(strange[25:]).min() > detector.score(images[25:]).max()
-
-    def test_a_threshold_can_be_set_later(self, model, images):
-        detector = fitted(model, images, scorer="average")
-        before = detector.threshold
-        assert detector.calibrate(HELD_OUT, false_alarm_rate=0.2) is detector
-        assert detector.threshold < before
-
-    def test_false_alarms_on_fresh_data_are_as_asked(self, model, images):
-        detector = Detector(model).fit(images, held_out=torch.rand(1000, 3, 8, 8), false_alarm_rate=0.1)
-        assert detector.predict(torch.rand(2000, 3, 8, 8)).is_ood.float().mean().item() == pytest.approx(0.1, abs=0.035)
 
 
 class TestCall:
@@ -355,35 +135,6 @@ class TestCall:
         assert one.discrepancy(images).shape == (300, 4)
         assert two.discrepancy(images).shape == (300, 6)
         assert count_hooks(model) == 0
-
-
-class TestExplain:
-    @pytest.mark.parametrize("scorer", ["average", "logistic", "typicality"])
-    def test_contributions_add_up_to_the_score(self, model, images, strange, scorer):
-        detector = Detector(model, scorer=scorer).fit(images, strange, held_out=HELD_OUT)
-        explanation = detector.explain(strange[:7])
-        assert explanation.exact
-        total = explanation.by_channel.sum(1) + sum(explanation.terms.values())
-        torch.testing.assert_close(total, detector.score(strange[:7]), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(explanation.by_layer.sum(1), explanation.by_channel.sum(1), rtol=1e-4, atol=1e-4)
-        assert explanation.by_layer.shape == (7, 2)
-
-    def test_a_scorer_that_is_not_a_sum_is_explained_to_first_order(self, model, images, strange):
-        with torch.no_grad():
-            explanation = Detector(model, scorer="mlp").fit(images, strange, held_out=HELD_OUT).explain(strange[:3])
-        assert not explanation.exact
-        assert explanation.by_layer.shape == (3, 2)
-
-    def test_the_largest_contributions_come_first(self, model, images, strange):
-        explanation = fitted(model, images, scorer="average").explain(strange[:1])
-        layers, channels = explanation.top_layers(), explanation.top_channels(n=3)
-        assert [name for name, _ in layers] == sorted(
-            detector_layers := ["bn1", "bn2"], key=dict(layers).get, reverse=True
-        )
-        assert len(layers) == len(detector_layers)
-        assert len(channels) == 3
-        assert channels[0][1] == explanation.by_channel.max().item()
-        assert "1 inputs" in repr(explanation)
 
 
 class TestBadInput:
@@ -461,180 +212,6 @@ class TestBadInput:
             Detector(model, head="classifier")
 
 
-class TestSavedFile:
-    @pytest.mark.parametrize("statistic", ["mean", "variance", "both"])
-    @pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
-    def test_scores_are_the_same_bit_for_bit(self, tmp_path, model, images, strange, scorer, statistic):
-        detector = Detector(model, scorer=scorer, statistic=statistic).fit(images, strange, held_out=HELD_OUT)
-        detector.save(tmp_path / "x.nmd", info={"model": "toy"})
-        again = Detector.load(tmp_path / "x.nmd", copy.deepcopy(model))
-        before, after = detector.predict(strange), again.predict(strange)
-        assert torch.equal(before.score, after.score)
-        assert torch.equal(before.p_value, after.p_value)
-        assert before.threshold == after.threshold
-        assert again.info == {"model": "toy"}
-        assert (again.fitted, again.guarantee) == (detector.fitted, detector.guarantee)
-        assert again.score_batch(images[:9]) == detector.score_batch(images[:9])
-        old, new = detector.profile, again.profile
-        assert old.moments.count == new.moments.count
-        for name in ("moments.mean", "moments.m2", "squares", "largest"):
-            assert torch.equal(*map(operator.attrgetter(name), (old, new)))
-
-    def test_a_reference_from_data_survives(self, tmp_path, images):
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))
-        detector = fitted(model, images, scorer="average")
-        detector.save(tmp_path / "x.nmd")
-        again = Detector.load(tmp_path / "x.nmd", model)
-        assert (again.reference.source, again.reference.count) == ("data", 300)
-        assert torch.equal(again.score(images), detector.score(images))
-
-    def test_the_file_is_small_and_not_a_pickle(self, tmp_path, model, images):
-        fitted(model, images, scorer="average").save(tmp_path / "x.nmd")
-        content = (tmp_path / "x.nmd").read_bytes()
-        assert len(content) < 8192
-        assert b"__metadata__" in content[:100]
-
-    def test_other_weights_are_refused(self, tmp_path, model, images):
-        fitted(model, images).save(tmp_path / "x.nmd")
-        with pytest.raises(
-            ModelMismatchError, match="Expected the TinyNet that .* was fitted on, but its weights differ"
-        ):
-            Detector.load(tmp_path / "x.nmd", make_trained(seed=5))
-
-    def test_another_model_is_refused(self, tmp_path, model, images):
-        fitted(model, images).save(tmp_path / "x.nmd")
-        with pytest.raises(ModelMismatchError, match="Expected the TinyNet .* but got a Sequential with other layers"):
-            Detector.load(tmp_path / "x.nmd", nn.Sequential(nn.BatchNorm2d(3)))
-        with pytest.raises(ModelMismatchError, match="but got str"):
-            Detector.load(tmp_path / "x.nmd", "resnet")
-
-    def test_an_unfitted_detector_cannot_be_saved(self, tmp_path, model):
-        with pytest.raises(NotFittedError, match="Expected a fitted detector to save"):
-            Detector(model).save(tmp_path / "x.nmd")
-
-    def test_repr_says_what_it_is(self, model, images):
-        assert (
-            repr(Detector(model, scorer="average"))
-            == "Detector(TinyNet: 2 layers, 10 channels, average, not calibrated)"
-        )
-        assert "threshold" in repr(fitted(model, images))
-
-
-@pytest.mark.parametrize("scorer", ["average", "logistic", "mlp", "typicality"])
-def test_what_was_fitted_in_inference_mode_serves_outside(model, images, scorer):
-    strange = images.flip(0) * 3 + 1
-    with torch.inference_mode():
-        detector = Detector(model, scorer=scorer).fit(images, strange, held_out=images.roll(1, dims=3))
-        inside = detector(images[:4])[1].score
-    torch.testing.assert_close(detector(images[:4])[1].score, inside)
-    assert detector.explain(images[:4]).by_layer.shape == (4, len(detector.layers))
-
-
-def test_a_scorer_of_ones_own_is_fitted_also_if_it_names_nothing_that_it_learns(model, images):
-    class Widest(AverageScorer):
-        name = "widest"
-
-        def fit(self, inliers, outliers=None):
-            self.column = int(inliers.std(dim=0).argmax())
-            return self
-
-        def score(self, vectors):
-            return vectors[:, self.column].abs()
-
-    detector = Detector(model, scorer=Widest()).fit(images, held_out=images.roll(1, dims=3))
-    vectors = detector.discrepancy(images)
-    assert torch.equal(detector.score(images), vectors[:, vectors.std(dim=0).argmax()].abs())
-
-
-class Refusing(nn.Module):
-    """A batch norm that never trains, as detection backbones have it: `train` returns nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_trained()
-
-    def forward(self, x):
-        return self.inner(x)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.inner.bn1.eval()
-
-
-def test_a_model_whose_train_returns_nothing(images):
-    detector = Detector(Refusing(), scorer="average").calibrate(images)
-    twin = RecordingModule(detector.model, detector.watched, variance=False, head=None)
-    means = twin((images[:5],), {}, None)[1]
-    torch.testing.assert_close(means, detector.observe(images[:5]).stats.means)
-
-
-def test_a_scorer_that_cannot_be_copied_is_told(model, images):
-    class Holding(AverageScorer):
-        def __init__(self):
-            self.lock = threading.Lock()
-
-    with pytest.raises(InputError, match="Expected a `scorer` that can be copied, but Holding cannot: cannot pickle"):
-        Detector(model, scorer=Holding())
-
-
-def test_a_fit_that_fails_leaves_the_scorer_as_it_was(model, images, strange):
-    own = LogisticScorer()
-    detector = Detector(model, scorer=own).fit(images, strange, held_out=HELD_OUT)
-    before = detector.score(strange)
-    with pytest.raises(CalibrationError):
-        detector.fit(images[:100], strange[:50] * 2, held_out=HELD_OUT[:5])
-    assert torch.equal(detector.score(strange), before)
-    other = Detector(model, scorer=own).fit(images[:100], strange[:50] * 2, held_out=HELD_OUT)
-    assert not torch.equal(other.score(strange), before)
-    assert torch.equal(detector.score(strange), before)
-
-
-def test_a_detector_with_exits_can_be_fitted_without_once_loaded(tmp_path, model, images, strange):
-    detector = Detector(model).fit(images, strange, held_out=HELD_OUT, early_exit=True)
-    detector.save(tmp_path / "x.nmd")
-    loaded = Detector.load(tmp_path / "x.nmd", model)
-    assert loaded(strange)[0] is None
-    loaded.fit(images, strange, held_out=HELD_OUT)
-    output, decision = loaded(strange)
-    assert output.shape == (100, 3)
-    assert decision.is_ood.all()
-
-
-class Dividing(nn.Module):
-    """Divides its feature by its length, which may be nothing, behind the last watched layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = make_trained()
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, x):
-        feature = self.inner(x)
-        return self.fc((feature - self.inner.fc.bias) / (x.abs().sum((1, 2, 3)) > 0).unsqueeze(1))
-
-
-def test_a_score_that_is_no_number_is_an_error_and_not_a_verdict(images):
-    detector = Detector(Dividing(), scorer="typicality").fit(images, held_out=HELD_OUT)
-    inputs = torch.cat([images[:2], torch.zeros(1, 3, 8, 8)])
-    for ask in (detector, detector.predict):
-        with pytest.raises(InputError, match=r"Expected a score for each input, but 1 of 3 \(rows \[2\]\) are NaN"):
-            ask(inputs)
-
-
-def test_an_infinite_score_is_a_score(model, images):
-    class Certain:
-        def fit(self, inliers):
-            pass
-
-        def score(self, vectors):
-            return torch.where(vectors.abs().sum(1) > 20, torch.inf, vectors[:, 1])
-
-    detector = Detector(model, scorer=Certain()).fit(images, held_out=HELD_OUT)
-    decision = detector.predict(images[:3] * 50)
-    assert decision.score.isinf().all()
-    assert decision.is_ood.all()
-
-
 class Tagger(nn.Module):
     """A class for each token: its head sees tokens and not inputs."""
 
@@ -664,32 +241,6 @@ def test_what_is_chosen_does_not_depend_on_the_batches(model, images, strange, b
         detector = Detector(model).fit(split)
     assert len(detector.calibration.scores) == 80  # all of few are turned
     assert type(Detector(model).fit(images, list(strange.split(batch)), held_out=HELD_OUT).scorer) is LogisticScorer
-
-
-@pytest.mark.parametrize("scorer", ["mlp", "logistic"])
-def test_what_is_asked_in_inference_mode_is_answered(tmp_path, model, images, strange, scorer):
-    detector = Detector(model, scorer=scorer).fit(images, strange, held_out=HELD_OUT)
-    expected = detector.explain(strange[:3]).by_layer
-    detector.save(tmp_path / "x.nmd")
-    with torch.inference_mode():
-        torch.testing.assert_close(detector.explain(strange[:3]).by_layer, expected)
-        loaded = Detector.load(tmp_path / "x.nmd", model)
-    torch.testing.assert_close(loaded.explain(strange[:3]).by_layer, expected)
-
-
-def test_outliers_are_crafted_for_a_scorer_that_needs_the_output_too(model, images):
-    class Both:
-        needs = frozenset({"logits"})
-        uses_outliers = True
-
-        def fit(self, inliers, outliers):
-            self.n_outliers = len(outliers)
-
-        def score(self, seen):
-            return seen.vector.abs().mean(1)
-
-    with pytest.warns(CalibrationWarning):
-        assert Detector(model, scorer=Both()).fit(images).scorer.n_outliers == 300
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
@@ -728,29 +279,6 @@ def test_an_input_that_the_model_cannot_take_is_told_on_every_way(model, images)
         ModelInputError, match=wrong.format("id_data", "64, 3, 8, 8") + r".*unexpected keyword argument 'y'"
     ):
         Detector(model).fit({"y": images})
-
-
-class Writing(nn.Module):
-    """Prepares its input in place."""
-
-    def __init__(self, in_place):
-        super().__init__()
-        self.inner, self.in_place = make_trained(), in_place
-
-    def forward(self, x):
-        return self.inner(x.sub_(0.3).div_(0.25) if self.in_place else (x - 0.3) / 0.25)
-
-
-@pytest.mark.parametrize("held_out", [None, HELD_OUT])
-@pytest.mark.filterwarnings("ignore::neuralmean.errors.CalibrationWarning")
-def test_a_model_that_writes_to_its_input_sees_every_row_once(images, held_out):
-    def fresh(rows):
-        return None if rows is None else (part.clone() for part in rows.split(50))
-
-    found = [
-        Detector(Writing(way).eval()).fit(fresh(images), held_out=fresh(held_out)).threshold for way in (True, False)
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_encoder_layers_of_torch_are_watched():
@@ -807,29 +335,3 @@ def test_a_batch_needs_a_scorer_that_can_score_one(model, images):
 def test_a_batch_size_below_one_is_told(model, images, size):
     with pytest.raises(InputError, match=f"Expected `batch_size` to be a whole number of at least 1, but got {size}"):
         Detector(model, scorer="average").score(images, batch_size=size)
-
-
-def test_other_layers_of_the_same_name_are_another_model(tmp_path, model, images):
-    fitted(model, images).save(tmp_path / "x.nmd")
-    other = copy.deepcopy(model)
-    other.bn1 = nn.Identity()
-    with pytest.raises(ModelMismatchError, match="with other layers"):
-        Detector.load(tmp_path / "x.nmd", other)
-
-
-def test_a_decision_is_neither_true_nor_false_and_can_be_cut(model, images):
-    decision = fitted(model, images, scorer="average").predict(images[:6])
-    with pytest.raises(InputError, match="Expected to be asked for `is_ood`"):
-        bool(decision)
-    assert torch.equal(decision[2:4].score, decision.score[2:4])
-    for last in (-1, 5, np.int64(5), torch.tensor(5)):
-        assert torch.equal(decision[last].score, decision.score[-1:])
-
-
-def test_terms_are_above_their_usual(model, images):
-    detector = fitted(model, images)
-    found = detector.explain(HELD_OUT)
-    for name in ("feature", "reach", "energy"):
-        assert abs(found.terms[name].mean()) < 0.5  # in units of their deviation on in-distribution inputs
-    total = found.by_layer.sum(1) + sum(found.terms.values())
-    torch.testing.assert_close(total, found.score, rtol=1e-3, atol=1e-3)

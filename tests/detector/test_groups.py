@@ -65,6 +65,9 @@ def test_p_values_thresholds_and_flags_are_those_of_the_group():
         assert decision.p_value[row] == own.p_value(decision.score[row : row + 1])
         assert decision.thresholds[row] == own.threshold
         assert decision.is_ood[row] == (decision.score[row] > own.threshold)
+        assert decision.levels[row] == decision[row].level == own.level
+        # Also as Python floats.
+        assert decision[row].is_ood.item() == (decision[row].p_value.item() <= decision[row].level)
     assert decision.is_ood.tolist() == [True, False, True]
     assert decision[1].groups == ("yard",)
     assert decision[torch.tensor([2, 0])].is_ood.tolist() == [True, True]
@@ -74,14 +77,17 @@ def test_p_values_thresholds_and_flags_are_those_of_the_group():
 
 def test_small_groups_are_pooled_with_a_warning_that_names_them():
     scores, labels = torch.arange(60.0), ["a"] * 30 + ["b"] * 15 + ["c"] * 15
-    with pytest.warns(
-        CalibrationWarning, match=r"2 of 3 groups have fewer than 19 held-out examples and are pooled: 'b', 'c'"
-    ):
+    said = (
+        r"2 of 3 groups have fewer than 19 held-out examples and are pooled: 'b', 'c'\. "
+        "The false-alarm rate holds for them together"
+    )
+    with pytest.warns(CalibrationWarning, match=said):
         calibration = Calibration.of(scores, 0.05, groups=labels)
     assert (list(calibration.groups), calibration.pooled) == (["a"], ("b", "c"))
     decision = Decision(torch.tensor([35.0, 35.0, 35.0]), calibration, groups=("a", "b", "unknown"))
-    assert decision.p_value.tolist() == pytest.approx([1 / 31, 26 / 31, 26 / 31])
-    with pytest.warns(CalibrationWarning):
+    with pytest.warns(CalibrationWarning, match="1 of the groups had no held-out examples: 'unknown'"):
+        assert decision.p_value.tolist() == pytest.approx([1 / 31, 26 / 31, 26 / 31])
+    with pytest.warns(CalibrationWarning, match="the false-alarm rate holds over all inputs, not for them"):
         alone = Calibration.of(scores[:35], 0.05, groups=labels[:35])
     assert len(alone.pool.scores) == 35  # five are no pool
 

@@ -177,7 +177,7 @@ def test_a_monitor_that_is_killed_goes_on_from_its_state_and_ends_in_the_same(se
     expected = Artefact.read(whole)
     n_items = 60 * actors.STREAM_BATCH
     assert expected.header["n"][0] == n_items
-    assert expected.header["drift"] is not None
+    assert expected.header["alarm"]["item"] >= n_items // 2  # the change is part of what has to survive
     rng = random.Random(4)
     moments = set()
     for _ in range(count):

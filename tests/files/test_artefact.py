@@ -189,3 +189,22 @@ def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch, limit):
     with pytest.raises(InputError, match=r"Expected at most .* MiB to save"):
         Artefact({"long": "x" * 2000}, {}).write(tmp_path / "x.nmd")
     assert not (tmp_path / "x.nmd").exists()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_told(saved, monkeypatch):
+    real = os.fstat
+
+    class Status:
+        def __init__(self, status):
+            self.st_mode, self.st_size = status.st_mode, status.st_size + 4
+
+    text = json.dumps(
+        {
+            "__metadata__": {"neuralmean": json.dumps({"format_version": 1})},
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        }
+    ).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    monkeypatch.setattr(os, "fstat", lambda descriptor: Status(real(descriptor)))
+    with pytest.raises(ArtefactError, match="to stay as it is while it is read, but it became shorter. Try again"):
+        Artefact.read(saved)

@@ -4,6 +4,7 @@ import re
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_where_nothing_can_be_written_is_known_beforehand(tmp_path):
         check_target(tmp_path)
     with pytest.raises(ArtefactError, match="there is no folder .*no'. Create it first"):
         check_target(tmp_path / "no" / "new.bin")
+
+
+def test_a_folder_that_may_not_be_written_is_known_beforehand(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *args: asked.append(args))
+    with pytest.raises(ArtefactError, match=r"the folder '.*' may not be written to"):
+        check_target(tmp_path / "new.bin")
+    (tmp_path / "old.bin").write_bytes(b"old")
+    with pytest.raises(ArtefactError, match="may not be written to"):
+        check_target(tmp_path / "old.bin")
+    assert asked == [(tmp_path, os.W_OK)] * 2
 
 
 def test_the_file_appears_whole_and_only_at_the_end(tmp_path):
@@ -238,3 +250,28 @@ def test_the_unfinished_file_is_hidden_and_named_after_its_target(tmp_path):
             (unfinished,) = _names(tmp_path)
             assert unfinished.startswith(f".{name[:50]}.")
         (tmp_path / name).unlink()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes with names there")
+@pytest.mark.parametrize(("mode", "content"), [("wb", b"\xff\r\n"), ("w", "gr\u00f6\u00dfe\r\n")])
+def test_a_pipe_gets_what_is_written(tmp_path, mode, content):
+    os.mkfifo(tmp_path / "pipe")
+    check_target(tmp_path / "pipe")
+    got = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    with write_atomically(tmp_path / "pipe", mode) as handle:
+        handle.write(content)
+    reader.join(10)
+    assert got == [content if mode == "wb" else content.encode()]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no /dev")
+def test_a_device_that_cannot_be_opened_is_one_clear_error(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ArtefactError, match="Expected to write '/dev/null', but"), write_atomically("/dev/null"):
+        pass

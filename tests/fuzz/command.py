@@ -107,6 +107,7 @@ def tame(patch: pytest.MonkeyPatch) -> None:
     from neuralmean import export
     from neuralmean.bench import train
     from neuralmean.cli import demo
+    from neuralmean.integrations import mcp
     from neuralmean.service import launch
 
     def refuse(*_, **__):
@@ -122,6 +123,7 @@ def tame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(socket.socket, "connect", offline)
     patch.setattr(launch, "run_server", lambda app, **_: None)
     patch.setattr(demo, "run", refuse)
+    patch.setattr(mcp, "create_server", refuse)
     patch.setattr(train, "train", refuse)
     patch.setattr(export, "to_onnx", write_nothing)
     patch.setattr(export, "to_pt2", write_nothing)

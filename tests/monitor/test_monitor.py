@@ -17,7 +17,9 @@ from neuralmean import Detector
 from neuralmean.detector.decision import Decision
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
 from neuralmean.files.artefact import Artefact
-from neuralmean.monitor.monitor import BLOCK, P_VALUE_EDGES, Monitor
+from neuralmean.monitor.block_test import BLOCK
+from neuralmean.monitor.counters import P_VALUE_EDGES
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.stats.calibration import Calibration
 from neuralmean.stats.held_out_profile import ProfileBuilder
 
@@ -65,6 +67,14 @@ def test_counters_window_and_histogram_are_those_of_the_decisions(detector):
     status = monitor.status()
     assert (status.n_seen, status.n_ood, status.n_window, status.window_ood_rate) == (45, 2, 32, 0.0)
     assert len(monitor.window_p_values()) == 32
+
+
+def test_false_flags_of_the_window_are_bounded_as_those_of_a_decision(detector):
+    monitor = Monitor(_with_normal_scores(detector))
+    assert monitor.window_false_flags() == (0, 0)
+    decision = _decision(detector, torch.cat([_normal(80, 1), _normal(20, 2, shift=9.0)]))
+    monitor.update(decision)
+    assert monitor.window_false_flags() == (int(decision.is_ood.sum()), decision.most_false())
 
 
 def test_an_empty_monitor_knows_that_it_knows_nothing(detector):

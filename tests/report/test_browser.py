@@ -109,7 +109,7 @@ def test_every_plot_is_drawn_and_nothing_sticks_out(made, tmp_path, width):
         if plot["plot"] != "profile":
             assert plot["width"] > 250, plot
             assert plot["height"] > 150, plot
-    assert len(found["images"]) == 48
+    assert len(found["images"]) == 2 * 48  # the picture, and where its score comes from
     assert all(size > 0 for size in found["images"])
     assert found["overflow"] <= 0
 

@@ -21,7 +21,7 @@ from neuralmean.detector.decision import Decision
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.service import Settings, bodies, create_app
-from neuralmean.service import app as app_module
+from neuralmean.service import service as service_module
 from neuralmean.service.batching import Batcher, Job
 from neuralmean.service.bodies import NamedBytes, decode_images, decode_small
 from neuralmean.service.live import Live
@@ -584,14 +584,14 @@ def test_a_packed_body_counts_as_what_it_is_unpacked(detector):
 
 
 def test_a_model_that_cannot_take_zeros_is_served_all_the_same(detector, monkeypatch):
-    run = app_module.run_pass
+    run = service_module.run_pass
 
     def no_zeros(detector, x, *args, **kwargs):
         if not x.any():
             raise InputError("Expected finite activations")
         return run(detector, x, *args, **kwargs)
 
-    monkeypatch.setattr(app_module, "run_pass", no_zeros)
+    monkeypatch.setattr(service_module, "run_pass", no_zeros)
     assert ask(create_app(detector, PREPROCESSING), "POST", "/score", content=png()[0]).status_code == 200
 
 

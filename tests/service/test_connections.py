@@ -12,6 +12,7 @@ import pytest
 
 from neuralmean.service import create_app
 from neuralmean.service.connections import _network, bounded_by_files
+from neuralmean.service.handlers import json_answer
 from neuralmean.service.launch import _config, _listen, _server
 from neuralmean.service.settings import Bounds
 from tests.service.conftest import PREPROCESSING, png
@@ -176,7 +177,7 @@ def test_where_all_are_busy_a_new_one_is_told_so(app):
     async def wait():
         busy.set()
         await asyncio.to_thread(go_on.wait, 20)
-        return await service.health_live()
+        return json_answer({"live": service.ready() is not None})
 
     app.add_api_route("/wait", wait, methods=["GET"], response_model=None)
     with serving(app, per_client=1, connections=5) as port, connected(port) as first:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,16 +37,12 @@ def test_a_saved_file_says_all_that_is_needed(saved, detector, images):
     assert load_served(saved, name="other", model=SPEC).name == "other"
 
 
-def test_images_of_any_size_are_not_served_frozen(detector, tmp_path):
-    free = replace(PREPROCESSING, size=None)
-    detector.save(tmp_path / "free.nmd", info={"model": SPEC, "preprocessing": free.to_json()})
-    detector.save(tmp_path / "tensors.nmd")
-    for name in ("free", "tensors"):
-        with pytest.raises(
-            InputError,
-            match=r"Expected a model whose inputs are images of one size to freeze, .* Fit again with --size",
-        ):
-            load_served(tmp_path / f"{name}.nmd", freeze=True, model=SPEC)
+def test_a_device_that_is_not_there_is_an_error(saved):
+    with pytest.raises(
+        InputError, match="Expected a device of this machine, such as 'cpu' or 'cuda:0', but got 'abacus'"
+    ):
+        load_served(saved, device="abacus", model=SPEC)
+    assert load_served(saved, device="cpu", model=SPEC).name == "toy"
 
 
 def test_a_file_that_does_not_name_its_model_needs_one(detector, tmp_path):
@@ -170,16 +165,16 @@ def test_sigterm_under_load_answers_what_was_accepted_and_exits_with_0(saved):
     script = (
         "import sys, time, torch\n"
         "torch.set_num_threads(1)\n"
-        "import neuralmean.service.app as app\n"
-        "run = app.run_pass\n"
+        "import neuralmean.service.workers as workers\n"
+        "run = workers.run_pass\n"
         "def slow(*args):\n"
         "    time.sleep(0.3)\n"
         "    return run(*args)\n"
-        "app.run_pass = slow\n"
+        "workers.run_pass = slow\n"
         "from neuralmean.service import serve\n"
-        "serve(sys.argv[1], port=0, max_batch=2)\n"
+        "serve(sys.argv[1], port=0, max_batch=2, trust_local_code=True)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(saved)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )

@@ -83,9 +83,9 @@ def test_metadata_names_inputs_and_outputs():
 
 
 REFUSED = {
-    "no_json": (b"{", "Expected the body to be JSON, but it cannot be read"),
-    "not_utf8": (b"\xff\xfe{}", "Expected the body to be JSON, but it cannot be read"),
-    "deep": (b"[" * 100_000, "Expected the body to be JSON, but it cannot be read"),
+    "no_json": (b"{", "Expected the body to be JSON with finite numbers, but it cannot be read"),
+    "not_utf8": (b"\xff\xfe{}", "Expected the body to be JSON with finite numbers, but it cannot be read"),
+    "deep": (b"[" * 100_000, "Expected the body to be JSON with finite numbers, but it cannot be read"),
     "list": ([], "Expected the body to be a JSON object, but got a list"),
     "no_inputs": ({}, "Expected `inputs` to be a list with one tensor, but got none"),
     "two_inputs": ({"inputs": [{}, {}]}, "Expected `inputs` to be a list with one tensor, but got 2 of them"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuralmean.detector.decision import Decision
-from neuralmean.errors import CalibrationError, InputError
+from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
 from neuralmean.stats.calibration import MAX_SCORES, Calibration, check_rate, examples_needed
 
 
@@ -140,3 +140,65 @@ def test_thinning_leaves_as_many_scores_as_a_small_rate_needs():
     assert len(calibration.scores) == 19_999
     assert calibration.threshold == calibration.scores[-1].item()
     assert calibration.p_value(torch.tensor([1e9])).item() <= 5e-5
+
+
+def test_each_group_has_its_own_threshold_and_small_ones_share_one():
+    scores, labels = torch.arange(60.0), ["a"] * 30 + [7] * 15 + ["c"] * 15
+    with pytest.warns(
+        CalibrationWarning, match="2 of 3 groups have fewer than 19 held-out examples and are pooled"
+    ) as told:
+        calibration = Calibration.of(scores, 0.05, groups=labels)
+    assert str(told[0].message).endswith(
+        "pooled: '7', 'c'. The false-alarm rate holds for them together, not for each."
+    )
+    assert calibration.group_names == ("7", "a", "c")
+    assert calibration.scores.tolist() == scores.tolist()
+    assert calibration.group_of.tolist() == [1] * 30 + [0] * 15 + [2] * 15
+    assert {name: part.scores.tolist() for name, part in calibration.groups.items()} == {"a": scores[:30].tolist()}
+    assert calibration.groups["a"].threshold == 29  # 1 of 31 is the most that is at most 5 %
+    assert (calibration.groups["a"].false_alarm_rate, calibration.groups["a"].confidence) == (0.05, None)
+    assert calibration.pooled == ("7", "c")
+    assert calibration.pool.scores.tolist() == scores[30:].tolist()
+    found = calibration.parts(["a", 7, "new", "a"], 4)
+    assert [(rows.tolist(), part is calibration.pool) for rows, part in found] == [([0, 3], False), ([1, 2], True)]
+
+
+def test_a_pool_with_too_few_examples_is_all_of_them():
+    with pytest.warns(CalibrationWarning, match="1 of 2 groups"):
+        calibration = Calibration.of(torch.arange(35.0), 0.05, groups=["a"] * 30 + ["b"] * 5)
+    assert len(calibration.pool.scores) == 35
+    exactly = ["a"] * 30 + ["b"] * 10 + ["c"] * 9
+    with pytest.warns(CalibrationWarning, match="2 of 3 groups"):
+        assert len(Calibration.of(torch.arange(49.0), 0.05, groups=exactly).pool.scores) == 19
+
+
+def test_of_many_small_groups_ten_are_named():
+    labels = [f"g{i:02d}" for i in range(12) for _ in range(5)] + ["z"] * 19
+    with pytest.warns(CalibrationWarning, match=r"12 of 13 groups .*: 'g00', .*, 'g09' and 2 more\. The false"):
+        Calibration.of(torch.arange(79.0), 0.05, groups=labels)
+
+
+def test_without_groups_all_rows_have_one_calibration():
+    calibration = Calibration.of(torch.arange(30.0), 0.05)
+    ((rows, part),) = calibration.parts(None, 3)
+    assert (rows.tolist(), part is calibration, calibration.pool is calibration) == ([0, 1, 2], True, True)
+    assert (calibration.groups, calibration.pooled) == ({}, ())
+
+
+def test_groups_and_inputs_must_be_as_many():
+    calibration = Calibration.of(torch.arange(60.0), 0.05, groups=["a"] * 30 + ["b"] * 30)
+    with pytest.raises(
+        InputError, match="Expected `groups`, a label for each input, as the detector was calibrated by group"
+    ):
+        calibration.parts(None, 2)
+    with pytest.raises(InputError, match="Expected a group for each of 2 inputs, but got 1"):
+        calibration.parts(["a"], 2)
+    with pytest.raises(InputError, match="Expected a group for each of 60 held-out examples, but got 2"):
+        Calibration.of(torch.arange(60.0), 0.05, groups=["a", "b"])
+
+
+def test_groups_are_thinned_one_by_one():
+    scores = torch.randn(25_000, generator=torch.Generator().manual_seed(0))
+    calibration = Calibration.of(scores, 0.05, groups=["a"] * 24_000 + ["b"] * 1_000)
+    assert [len(calibration.groups[name].scores) for name in ("a", "b")] == [MAX_SCORES, 1000]
+    assert bool((calibration.scores.diff() >= 0).all())

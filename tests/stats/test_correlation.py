@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from neuralmean.stats.change_point import change_interval
-from neuralmean.stats.correlation import spacing
+from neuralmean.stats.correlation import LEVELS, spacing
 
 
 def _stream(random, n, rho):
@@ -39,3 +39,10 @@ def test_a_change_lies_in_its_interval_as_often_as_it_says():
         low, high = change_interval((shift * values - shift**2 / 2)[:, None], np.ones(1))
         inside += low <= change <= high
     assert 0.85 < inside / 400 < 0.97
+
+
+def test_more_items_than_the_largest_level_needs_are_no_harm():
+    random = np.random.default_rng(3)
+    assert spacing(random.normal(size=8 * 4 * LEVELS[-1] + 1)) == 1
+    assert spacing(np.arange(2.0)) == spacing(np.empty(0)) == 1
+    assert spacing(np.arange(3000.0)) == LEVELS[-1]

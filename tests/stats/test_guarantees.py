@@ -1,5 +1,6 @@
 """Every promise over 10,000 simulated draws, and 300 correlated streams: none may be broken more often than it says."""
 
+import numpy as np
 import pytest
 from benchmarks import guarantees
 
@@ -22,3 +23,11 @@ def test_a_broken_promise_is_called_so():
     assert "BROKEN" in str(guarantees.Row("", "", 0.05, 0.058, 10_000))
     row = next(guarantees.confident_rates(50))
     assert row.is_kept
+
+
+def test_the_share_above_a_threshold_is_that_of_the_draws():
+    random = np.random.default_rng(0)
+    for source in guarantees.SYNTHETIC:
+        draws = source.draw(random, 200_000, 0.0)
+        for threshold in (draws[0], draws[1], draws.max()):
+            assert source.share_above(threshold) == pytest.approx((draws > threshold).mean(), abs=0.005)

@@ -17,7 +17,8 @@ def _reference_counts(history, score):
 
 def _reference_capital(p_values):
     """The capital from its definition: a double sum over betting densities and starting times."""
-    reserve = [(1 + math.log(1 + t)) ** -0.5 for t in range(len(p_values) + 1)]
+    times = range(len(p_values) + 1)
+    reserve = [0.3 * (1 + math.log(1 + t)) ** -0.5 + 0.7 * (1 + t / 300) ** -0.3 for t in times]
     densities = np.exp(log_densities(np.array(p_values)))  # (N, K)
     total = reserve[-1]
     for start in range(1, len(p_values) + 1):
@@ -201,3 +202,11 @@ def test_p_values_against_the_held_out_scores_alone_would_break_the_promise():
         evidence.update(log_densities(np.array(p_values)))
         alarms += evidence.log_peak >= math.log(1 / 0.01)
     assert alarms >= 3
+
+
+def test_scores_near_one_are_counted_and_those_not_kept_with_them():
+    ranks = OnlineRanks([1.0, 2.0, 2.5, 3.0, 9.0], capacity=5)
+    assert [ranks.count_near(2.0, tolerance) for tolerance in (0.0, 0.5, 1.0, 100.0)] == [1, 2, 4, 5]
+    ranks.p_values([2.1, 2.2, 50.0])  # two between 2 and 2.5, one above 9
+    assert [ranks.count_near(2.0, tolerance) for tolerance in (0.0, 0.5, 1.0, 100.0)] == [3, 4, 6, 8]
+    assert ranks.count_near(20.0, 1.0) == 1

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from neuralmean import __version__
+from neuralmean.data.progress import printable
 from neuralmean.errors import NeuralMeanError, NeuralMeanWarning, UsageError
 from neuralmean.models import allocator as memory
 
@@ -83,7 +84,7 @@ def main() -> None:
     try:
         app()
     except NeuralMeanError as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo("\n".join(map(printable, f"Error: {error}".splitlines())), err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone: there is nobody to tell

@@ -86,7 +86,7 @@ def run(
         list[str] | None, typer.Option("--model", help="Only these models: names, or specs such as package:build.")
     ] = None,
     oods: Annotated[
-        list[str] | None, typer.Option("--ood", metavar="NAME=DIR", help="An OOD set of your own; may be repeated.")
+        list[str] | None, typer.Option("--ood", metavar="NAME=DIR", help="A set of your own; may be repeated.")
     ] = None,
     id_set: Annotated[
         str | None, typer.Option("--id", metavar="SET", help="The set that models given as specs were trained on.")

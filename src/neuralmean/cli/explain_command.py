@@ -10,6 +10,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 from neuralmean.errors import InputError, UsageError
 
 _BAR = 40
@@ -77,7 +78,7 @@ def explain(
         answer |= {"layers": dict(layers), "terms": terms, "exact": found.exact}
         typer.echo(json.dumps(answer))
         return
-    typer.echo(f"{batch.names[0]}: {decision}")
+    typer.echo(printable(f"{batch.names[0]}: {decision}"))
     typer.echo(decision.sentence[0])
     if decision.p_appearance is not None and decision.p_content is not None:
         typer.echo(f"p-values: appearance {decision.p_appearance.item():.3g}, content {decision.p_content.item():.3g}")

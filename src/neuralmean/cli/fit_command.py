@@ -26,7 +26,10 @@ _EPILOG = (
 def fit(
     model: options.Spec,
     id_data: Annotated[
-        list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz; or texts, .txt or .jsonl.")
+        list[str],
+        typer.Option(
+            "--id", metavar="PATH", help="In-distribution images: folder, files or .npz; or texts, .txt or .jsonl."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the detector.")],
     ood: Annotated[
@@ -66,6 +69,7 @@ def fit(
     ] = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
+    device: options.Device = None,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
@@ -81,6 +85,8 @@ def fit(
     from neuralmean.stats.discrepancy import check_statistic
 
     options.check_engine(engine)
+    if device is not None and engine != "local":
+        raise UsageError(f"Expected --device with --engine local, but got --engine {engine}. Leave one of them out.")
     with options.usage():
         check_statistic(statistic)
         check_rate(false_alarm_rate, "--false-alarm-rate")
@@ -154,6 +160,8 @@ def fit(
                 )
             by = apart.labels if isinstance(apart, LabelledBatches) else groups
             detector = Detector(resolved.model, layers=layers or None, statistic=statistic, scorer=scorer)
+            if device is not None:
+                detector.to(device)
             detector.fit(
                 images(id_data), images(ood), held_out=apart, false_alarm_rate=false_alarm_rate,
                 confidence=confidence, groups=by, regions=regions,
@@ -190,5 +198,9 @@ def _fit_texts(
     with options.progress(quiet):
         detector = Detector(resolved.model, head=None if resolved.has_classes else False, **setup)
         return detector.fit(
-            texts(id_data), texts(ood), held_out=texts(held_out), false_alarm_rate=false_alarm_rate, confidence=confidence
+            texts(id_data),
+            texts(ood),
+            held_out=texts(held_out),
+            false_alarm_rate=false_alarm_rate,
+            confidence=confidence,
         )

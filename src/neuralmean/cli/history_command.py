@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def _show(path: Path) -> None:
             typer.echo(f"{_day(row['start']):<12}{row['n']:>12,}{row['n_ood']:>10,}{share:>8}{row['n_alarms']:>8}")
     for alarm in read_alarms(path, limit=20):
         when = datetime.fromtimestamp(alarm["time"]).strftime("%Y-%m-%d %H:%M")  # the reader's own time
-        typer.echo(f"Alarm {alarm['id']}, {when}: {alarm.get('sentence', '')}")
+        typer.echo(printable(f"Alarm {alarm['id']}, {when}: {alarm.get('sentence', '')}"))
 
 
 def _day(seconds: float) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 
 
 @app.command(epilog="Example: `nmd inspect timm:resnet18`, or `nmd inspect model.nmd` for a saved detector.")
@@ -36,11 +37,11 @@ def inspect(
     for layer in found.layers:
         typer.echo(f"{layer.name:<{width}}  {layer.kind:<12}{layer.channels:>9}")
     for line in found.summary():
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def _inspect_saved(path: str) -> None:
     from neuralmean.detector.inspection import describe_saved
 
     for line in describe_saved(path):
-        typer.echo(line)
+        typer.echo(printable(line))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from neuralmean.data.images import Unreadable
-from neuralmean.data.progress import showing
+from neuralmean.data.progress import printable, showing
 from neuralmean.errors import InputError, UsageError
 from neuralmean.models.spec import ResolvedModel, resolve
 
@@ -68,9 +68,8 @@ Workers = Annotated[
         help="Processes that decode images; one less than the number of cores by default. With ray, its workers.",
     ),
 ]
-Freeze = Annotated[
-    bool,
-    typer.Option("--freeze", help="Run the model as one compiled graph: faster; the last digits of scores differ."),
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="Where the model runs: cpu, cuda, cuda:1 ...")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
 
@@ -194,7 +193,7 @@ def progress(quiet: bool) -> Generator[None]:
 
 def tell_unreadable(note: Unreadable) -> None:
     """Name a file that cannot be read on stderr."""
-    typer.echo(f"Cannot read {note}", err=True)
+    typer.echo(printable(f"Cannot read {note}"), err=True)
 
 
 def tell_unreadable_line(name: str, reason: str) -> None:

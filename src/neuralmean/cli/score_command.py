@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
+from neuralmean.data.progress import printable
 from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +29,12 @@ _EPILOG = (
 def score(
     saved: options.Saved,
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Folders, files, globs, .npz, .npy; or .txt and .jsonl, a text in each line.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="PATH...",
+            help="Folders, files, globs, .npz, .npy; or .txt and .jsonl, a text in each line.",
+            show_default=False,
+        ),
     ],
     format_: Annotated[
         str | None,
@@ -47,12 +54,22 @@ def score(
     trust_local_code: options.TrustLocalCode = False,
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
-    freeze: options.Freeze = False,
+    freeze: Annotated[
+        bool | None,
+        typer.Option(
+            "--freeze/--no-freeze",
+            help="Run the model as one compiled graph, whose scores differ in their last digits; by default where the work is "
+            "long enough to pay for compiling.",
+            show_default=False,
+        ),
+    ] = None,
+    device: options.Device = None,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Score images, or texts: path, score, p-value, verdict and kind for each."""
+    from neuralmean.data.images import count_inputs
     from neuralmean.data.texts import are_texts
     from neuralmean.detector.saved import open_saved
     from neuralmean.files.artefact import Artefact
@@ -64,6 +81,8 @@ def score(
         raise UsageError("Expected a file to continue. Pass --out FILE with --resume.")
     if freeze and engine != "local":
         raise UsageError(f"Expected --freeze with --engine local, but got --engine {engine}. Leave one of them out.")
+    if device is not None and engine != "local":
+        raise UsageError(f"Expected --device with --engine local, but got --engine {engine}. Leave one of them out.")
     if rate is not None and engine != "local":
         raise UsageError(f"Expected --rate with --engine local, but got --engine {engine}. Leave one of them out.")
     if (fdr is not None or groups is not None) and engine != "local":
@@ -76,12 +95,18 @@ def score(
             check_rate(fdr, "--fdr")
         label = options.group_labels(groups)
     options.check_out(out, saved, weights)
-    opened = open_saved(saved, model=model, weights=weights, rate=rate, trust_local_code=trust_local_code)
+    opened = open_saved(
+        saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
+    )
     texts, tally = are_texts(paths), Tally()
-    if texts and (engine != "local" or groups is not None):
-        raise UsageError("Expected --engine local without --groups for texts. Leave them out.")
+    if texts and (engine != "local" or groups is not None or freeze):
+        raise UsageError("Expected --engine local without --groups and --freeze for texts. Leave them out.")
     prepared: Any = opened.need_tokenizer().most if texts else opened.need_preprocessing().to_json()
-    if freeze:
+    if freeze is None:
+        freeze = engine == "local" and not texts and opened.freeze_if_worth(count_inputs(paths), batch_size)
+        if freeze and not quiet:
+            typer.echo("The model runs as a compiled graph; --no-freeze keeps it as it is.", err=True)
+    elif freeze:
         opened.freeze()
 
     def batches(skip: Callable[[str], bool] | None) -> Iterator[list[ScoreRow]]:
@@ -104,7 +129,11 @@ def score(
                 options.tell_unreadable(note)
 
             where: dict[str, Any] = {"address": address, "workers": workers, "batch_size": batch_size}
-            where |= {"model": opened.detector.model, "preprocessing": opened.need_preprocessing(), "on_unreadable": tell}
+            where |= {
+                "model": opened.detector.model,
+                "preprocessing": opened.need_preprocessing(),
+                "on_unreadable": tell,
+            }
             if out is not None:
                 run = distributed.score(saved, paths, out=out, format=kind, resume=resume, **where)
                 tally = Tally(run.n_images, run.n_ood, run.n_unreadable, resumed=run.n_resumed)
@@ -134,7 +163,8 @@ def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
     with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must not outlive a stdout that fails
         for index, rows in enumerate(parts):
             for line in format_rows(kind, tally.count(rows), header=index == 0):
-                typer.echo(line)
+                # To a program every byte of a name, to a terminal none that steers it.
+                typer.echo(printable(line) if sys.stdout.isatty() else line, color=True)
 
 
 def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], bound: str | None) -> None:
@@ -146,6 +176,8 @@ def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], boun
         parts += [bound] if bound else []
         typer.echo(", ".join(parts), err=True)
     if not tally.scored:
-        raise InputError(f"Expected at least one image or text that can be read in {', '.join(paths)}, but there is none.")
+        raise InputError(
+            f"Expected at least one image or text that can be read in {', '.join(paths)}, but there is none."
+        )
     if fail_on_ood and tally.flagged:
         raise typer.Exit(3)

@@ -43,7 +43,13 @@ def serve(
         typer.Option("--max-wait-ms", min=0, help="Maximum time a request waits for others to share its batch (ms)."),
     ] = 15.0,
     queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; further ones get 503.")] = 256,
-    freeze: options.Freeze = False,
+    device: options.Device = None,
+    no_freeze: Annotated[
+        bool,
+        typer.Option(
+            "--no-freeze", help="Never compile the model: answers stay those of the eager model, bit for bit."
+        ),
+    ] = False,
     state: Annotated[
         Path | None, typer.Option("--state", help="File that keeps the monitor's state across restarts.")
     ] = None,
@@ -71,8 +77,8 @@ def serve(
     options.check_out(state, saved, weights)
     service.serve(
         saved, host=host, port=port, name=name, rate=rate, model=model, weights=weights, token_file=token_file,
-        thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=freeze,
+        thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=not no_freeze,
         state=state, allow_hosts=tuple(allow_host or ()), log_format=log_format,
         grpc_port=grpc_port, telemetry=otel, history=history, history_days=history_days, every=every, follow=follow,
-        trust_local_code=trust_local_code,
+        trust_local_code=trust_local_code, device=device,
     )  # fmt: skip

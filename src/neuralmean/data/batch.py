@@ -47,6 +47,16 @@ class Batch:
         return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     @property
+    def lengths(self) -> Tensor | None:
+        """How many tokens each input has, padding left out, int64 (N,); None for inputs that are no tokens."""
+        if self.mask is not None:
+            return (self.mask != 0).sum(dim=1).cpu()
+        x = None if self.images is not None else self.first
+        if x is None or x.dim() != 2 or x.is_floating_point() or x.is_complex():
+            return None
+        return torch.full((len(x),), x.shape[1])
+
+    @property
     def images(self) -> list[Tensor] | None:
         """The images (C, H, W) of a model that takes a list of them, as detection models do; else None."""
         return self.args[0] if self.args and isinstance(self.args[0], list) else None

@@ -21,7 +21,7 @@ from neuralmean.errors import InputError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["Style", "showing", "track"]
+__all__ = ["Style", "printable", "showing", "track"]
 
 T = TypeVar("T")
 Style = Literal["auto", "bar", "lines", "off"]
@@ -39,6 +39,18 @@ class _Setting:
 
 _DEFAULT = _Setting()
 _setting: ContextVar[_Setting] = ContextVar("neuralmean_progress", default=_DEFAULT)
+
+
+def printable(text: str) -> str:
+    r"""Return a line with whatever is no character for people written out: no name of a file may steer a terminal.
+
+    Example:
+        >>> printable("cat\x1b[2J.png")
+        'cat\\x1b[2J.png'
+    """
+    if text.isprintable():
+        return text
+    return "".join(part if part.isprintable() else ascii(part)[1:-1] for part in text)
 
 
 @contextmanager

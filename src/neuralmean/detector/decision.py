@@ -13,7 +13,7 @@ from neuralmean.detector import html
 from neuralmean.detector.kinds import SENTENCES, Kind, name_kinds
 from neuralmean.errors import InputError
 from neuralmean.stats.calibration import Calibration, check_rate
-from neuralmean.stats.false_flags import benjamini_hochberg, most_false
+from neuralmean.stats.false_flags import benjamini_hochberg, most_false_flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +89,26 @@ class Decision:
 
     @property
     def level(self) -> float:
-        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
-        return self.calibration.level
+        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for.
+
+        With groups and a confidence each group has a level of its own: see `levels`.
+        """
+        if self.calibration.group_of is None:
+            return self.calibration.level
+        own = {calibration.level for _, calibration in self._parts}
+        return own.pop() if len(own) == 1 else self.calibration.level
+
+    @property
+    def levels(self) -> Tensor:
+        """The p-value at or below which each input is flagged, that of its group if there are groups; float64 of shape (N,)."""
+        return self._by_part(lambda own, _: own.level)
 
     @property
     def is_ood(self) -> Tensor:
         """Which inputs are flagged, shape (N,)."""
-        level = self.level if self.calibration.group_of is None else self._by_part(lambda own, _: own.level)
-        return (self.p_value <= level).to(self.score.device)
+        return (self.p_value <= (self.level if self.calibration.group_of is None else self.levels)).to(
+            self.score.device
+        )
 
     def select(self, fdr: float = 0.1) -> Tensor:
         """Return which inputs to look at so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
@@ -117,7 +129,9 @@ class Decision:
         # Each group has held-out scores of its own: the bounds of all of them hold together.
         confidence = 1 - (1 - confidence) / max(1, len(self._parts))
         return sum(
-            _most_false(self.p_value[rows], own, own.level if level is None else level, confidence)
+            most_false_flags(
+                self.p_value[rows].numpy(), len(own.scores), own.level if level is None else level, confidence
+            )
             for rows, own in self._parts
         )
 
@@ -197,14 +211,6 @@ class Explanation:
     def __repr__(self) -> str:
         names = ", ".join(name for name, _ in self.top_layers())
         return f"Explanation({len(self.score)} inputs; first: {names})"
-
-
-def _most_false(p_values: Tensor, calibration: Calibration, level: float, confidence: float) -> int:
-    """Return how many of the inputs with a p-value of at most `level` are false flags at the most."""
-    count = len(calibration.scores)
-    ranks = (p_values * (count + 1)).round().long().numpy()
-    flagged = ranks[(p_values <= level).numpy()]
-    return most_false(ranks, count, int(flagged.max()), confidence) if len(flagged) else 0
 
 
 def _top(values: Tensor, names: tuple[str, ...], n: int) -> list[tuple[str, float]]:

@@ -17,23 +17,16 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting, html
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.groups import (
-    LENGTH,
-    PREDICTED,
-    Groups,
-    length_labels,
-    length_ranges,
-    lengths_of,
-    predicted_labels,
-    starts_of,
-)
+from neuralmean.detector.groups import LENGTH, PREDICTED, Groups, decide_by_group
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.locate import locate
-from neuralmean.detector.observed import Observed, main_rows
+from neuralmean.detector.observed import Observed
+from neuralmean.detector.recalibration import recalibrate
 from neuralmean.detector.regions import Boxes, RegionDecisions, learn_regions, region_map, score_regions
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
+from neuralmean.models.execution import check_device
 from neuralmean.models.fingerprint import WeightsGuard
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording.graph.frozen import FrozenObserver, freeze
@@ -288,8 +281,9 @@ class Detector:
                 from them. Without them a part of `id_data` is used, with a warning on what that is worth.
             confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
                 they set; None for a rate that holds on average over such draws.
-            groups: A label for each held-out example (camera, class, length), or `"predicted"` for the model's own prediction:
-                the rate then holds for each group. Held-out examples are run through twice.
+            groups: A label for each held-out example (camera, class), `"predicted"` for the model's own prediction, or `"length"`
+                for ranges of lengths: the rate then holds for each group. Held-out examples are run through twice. Where inputs
+                are tokens, None takes `"length"`.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
             regions: Whether to learn regions of images too, for `score_regions`: one more pass over all data, see `fit_regions`.
@@ -345,33 +339,8 @@ class Detector:
         check_rate(false_alarm_rate)
         check_confidence(confidence)
         check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
-        scores, seen, kinds = [], self.setup.empty_profile(), self.learnt.kinds
-        strange, labels, predicted = [], list[str](), isinstance(groups, str)
-        if predicted and groups != PREDICTED:
-            raise InputError(f"Expected `groups` to be labels or {PREDICTED!r}, but got {groups!r}.")
-        for found in self._track(held_out, "held_out", batch_size):
-            scores.append(found.score)
-            if predicted:
-                labels.extend(predicted_labels(found.main_output))
-            if kinds is not None and found.vectors is not None and found.stats is not None:
-                strange.append(kinds.score(self._observation(found.stats)))
-            if found.vectors is not None:
-                seen.add(found.vectors)
-        known = labels if predicted else None if groups is None else list(groups)
-        calibration = Calibration.of(torch.cat(scores), false_alarm_rate, confidence=confidence, groups=known)
-        profile = seen.profile()
-        facts = {**self.learnt.facts, "n_held_out": profile.moments.count}
-        kinds = None if kinds is None else kinds.calibrated(torch.cat(strange), false_alarm_rate)
-        grouped_by = None if groups is None else PREDICTED if predicted else "given"
-        self.learnt = replace(
-            self.learnt,
-            calibration=calibration,
-            source="held_out",
-            profile=profile,
-            facts=facts,
-            kinds=kinds,
-            grouped_by=grouped_by,
-        )
+        passes = self._track(held_out, "held_out", batch_size)
+        self.learnt = recalibrate(self.setup, self.learnt, passes, groups, false_alarm_rate, confidence)
         return self
 
     def fit_regions(
@@ -464,11 +433,11 @@ class Detector:
             scores.append(seen.score)
             if (found := seen.kind_p_values()) is not None:
                 kinds.append(found)
-            if groups is None and self.learnt.grouped_by == PREDICTED:
-                labels.extend(predicted_labels(seen.main_output))
+            if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) and seen.decision is not None:
+                labels.extend(seen.decision.groups or ())
         decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
-        known = labels if groups is None and self.learnt.grouped_by == PREDICTED else groups
-        return decision if known is None else self._by_group(decision, None, known)
+        known = labels if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) else groups
+        return decision if known is None else decide_by_group(decision, None, known, self.learnt.grouped_by)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
@@ -540,16 +509,17 @@ class Detector:
 
     # Where and how the model runs.
 
-    def freeze(self, x: Any) -> Self:
+    def freeze(self, x: Any = None, *, like: Detector | None = None) -> Self:
         """Run the model as one compiled graph from now on: faster, most of all for single inputs.
 
-        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; others go through the model as
-        ever. The graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It
-        is compiled once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until
-        the next `fit`; a copy of the detector runs the model. Its output carries no gradients to the weights.
+        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; all others go through the model. The
+        graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It is compiled
+        once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until the next `fit`;
+        a copy of the detector runs the model, and so does a forked process. Its output carries no gradients to the weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).
+            like: A frozen detector of the same model, or of one that shares its tensors, whose graphs are used; in place of `x`.
 
         Raises:
             InputError: The detector has early exits, the model is no fixed graph of its input, there is no compiler, or the
@@ -560,7 +530,15 @@ class Detector:
             raise InputError(
                 "Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make."
             )
-        self._observer = FrozenObserver(self._observer, freeze(self._observer, to_batch(x), self.fingerprint))
+        if like is None:
+            graphs = freeze(self._observer, to_batch(x), self.fingerprint)
+        elif isinstance(like._observer, FrozenObserver) and like.fingerprint == self.fingerprint:
+            graphs = like._observer.graphs
+        else:
+            raise InputError(
+                "Expected `like` to be a frozen detector of a model with the same weights. Call its `freeze`."
+            )
+        self._observer = FrozenObserver(self._observer, graphs)
         return self
 
     @property
@@ -569,8 +547,12 @@ class Detector:
         return isinstance(self._observer, FrozenObserver)
 
     def to(self, device: str | torch.device) -> Self:
-        """Move the model, and with it every later pass, to a device."""
-        self.model.to(device)
+        """Move the model, and with it every later pass, to a device; scores and decisions are on the CPU.
+
+        Raises:
+            InputError: There is no such device on this machine.
+        """
+        self.model.to(check_device(device))
         return self
 
     # Files.
@@ -593,19 +575,6 @@ class Detector:
         with torch.inference_mode(False):  # as in `fit`
             return from_artefact(cls, Artefact.read(path), model, str(path))
 
-    def _by_group(self, decision: Decision, output: Any, groups: Sequence[object] | None) -> Decision:
-        """Return a decision with the groups of its inputs: those given, or the model's predictions."""
-        if groups is None and self.learnt.grouped_by == PREDICTED:
-            groups = predicted_labels(main_rows(output, len(decision)))
-        if groups is None:
-            return decision  # whoever reads its p-values is told that groups are missing
-        if self.learnt.grouped_by is None:
-            raise InputError(
-                "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
-            )
-        decision.calibration.parts(groups, len(decision))  # raises if there are too few
-        return replace(decision, groups=tuple(map(str, groups)))
-
     def _observe_batch(
         self, batch: Batch, *, name: str = "x", may_exit: bool = False, groups: Sequence[object] | None = None
     ) -> Observed:
@@ -617,13 +586,14 @@ class Detector:
             decision = None if calibration is None else Decision(run.scores, calibration)
             return Observed(None, decision, run.scores, None, None, self._explain)
         observation = self._observation(stats)
+        lengths = None if stats.lengths is None else stats.lengths.tolist()
         scores = score_rows(run or scorer, observation)
         # P-values of kinds are computed only if somebody reads them.
         kinds = None if self.learnt.kinds is None else partial(self.learnt.kinds.p_values, observation)
         decision = None if calibration is None else Decision(scores, calibration, kinds)
         if decision is not None and (groups is not None or self.learnt.grouped_by is not None):
-            decision = self._by_group(decision, output, groups)
-        return Observed(output, decision, scores, stats, observation.vector, self._explain)
+            decision = decide_by_group(decision, output, groups, self.learnt.grouped_by, lengths)
+        return Observed(output, decision, scores, stats, observation.vector, self._explain, lengths)
 
     def _observation(self, stats: ChannelStats) -> Observation:
         return Observation(self._vectors(stats.means, stats.variances), stats.logits, stats.feature)

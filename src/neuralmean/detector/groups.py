@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from neuralmean.data.batch import Batch
+from neuralmean.detector.decision import Decision
+from neuralmean.detector.observed import main_rows
 from neuralmean.errors import InputError
 
 PREDICTED = "predicted"
@@ -21,23 +23,6 @@ GROUPED_BY = ("given", PREDICTED, LENGTH)
 _MOST_RANGES = 8
 _RANGE = re.compile(r"(\d+) tokens or more")
 Groups: TypeAlias = "Sequence[object] | str"
-
-
-def lengths_of(batch: Batch) -> list[int] | None:
-    """Return how many tokens each input has, padding left out; None for inputs that are no tokens.
-
-    Example:
-        >>> import torch
-        >>> lengths_of(Batch((), {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}))
-        [2, 3]
-    """
-    mask = batch.mask
-    if mask is not None:
-        return [int(count) for count in (mask != 0).sum(dim=1).tolist()]
-    x = batch.first if batch.images is None else None
-    if x is None or x.dim() != 2 or x.is_floating_point():
-        return None
-    return [x.shape[1]] * len(x)
 
 
 def length_ranges(lengths: Sequence[int], needed: int) -> list[int]:
@@ -52,6 +37,8 @@ def length_ranges(lengths: Sequence[int], needed: int) -> list[int]:
         [0, 11, 21, 31]
     """
     ordered = sorted(lengths)
+    if not ordered:
+        return [0]
     count = max(1, min(_MOST_RANGES, len(ordered) // max(200, 4 * needed)))
     starts = {ordered[len(ordered) * part // count] for part in range(1, count)}
     return [0, *sorted(start for start in starts if start > ordered[0])]
@@ -65,6 +52,13 @@ def length_labels(lengths: Iterable[int], starts: Sequence[int]) -> list[str]:
         ['0 tokens or more', '11 tokens or more', '11 tokens or more']
     """
     return [f"{starts[max(0, bisect_right(starts, length) - 1)]} tokens or more" for length in lengths]
+
+
+def labels_of_lengths(lengths: Sequence[int] | None, names: Sequence[str]) -> list[str]:
+    """Return which of the ranges with these labels each length is in."""
+    if lengths is None:
+        raise InputError("Expected tokens, as the detector was calibrated by length, but got inputs of another kind.")
+    return length_labels(lengths, starts_of(names))
 
 
 def starts_of(names: Iterable[str]) -> list[int]:
@@ -90,3 +84,33 @@ def predicted_labels(output: Tensor | None) -> list[str]:
             "Pass labels as `groups` instead."
         )
     return [str(label) for label in output.argmax(dim=1).tolist()]
+
+
+def decide_by_group(
+    decision: Decision,
+    output: Any,
+    groups: Sequence[object] | None,
+    grouped_by: str | None,
+    lengths: Sequence[int] | None = None,
+) -> Decision:
+    """Return a decision with the group of each input.
+
+    Args:
+        decision: The decision without groups.
+        output: The model's output, from which groups by prediction are taken.
+        groups: The labels that came with the inputs; None if none did.
+        grouped_by: How the detector was calibrated: `"given"`, `"predicted"`, `"length"`, or None for no groups.
+        lengths: How many tokens each input has; None for inputs that are no tokens.
+    """
+    if groups is None and grouped_by == LENGTH:
+        groups = labels_of_lengths(lengths, decision.calibration.group_names)
+    if groups is None and grouped_by == PREDICTED:
+        groups = predicted_labels(main_rows(output, len(decision)))
+    if groups is None:
+        return decision  # reading its p-values raises an error that asks for the groups
+    if grouped_by is None:
+        raise InputError(
+            "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
+        )
+    decision.calibration.parts(groups, len(decision))  # raises if there are too few
+    return replace(decision, groups=tuple(map(str, groups)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from neuralmean.data.batch import to_batch
 from neuralmean.data.preprocessing import Preprocessing
-from neuralmean.errors import NeuralMeanError
+from neuralmean.errors import ArtefactError, NeuralMeanError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording import find_head
@@ -68,6 +69,15 @@ def inspect_model(
 def describe_saved(path: str | Path) -> list[str]:
     """Say what a saved detector holds, without its model."""
     header = Artefact.read(path).header
+    try:
+        return _describe(header)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise ArtefactError(
+            f"Expected {str(path)!r} to describe a detector, but its content makes no sense. Fit again."
+        ) from None
+
+
+def _describe(header: dict[str, Any]) -> list[str]:
     fitted, calibration, info = header["fitted"], header["calibration"], header["info"]
     counts = ", ".join(f"{key.removeprefix('n_')} {value}" for key, value in fitted.items() if key.startswith("n_"))
     return [

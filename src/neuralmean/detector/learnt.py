@@ -16,13 +16,14 @@ from neuralmean.data.batch import count_rows
 from neuralmean.detector import fitting
 from neuralmean.detector.early_exit import CascadeScorer, full_of
 from neuralmean.detector.fit_rows import FitData, RowStore, gather
+from neuralmean.detector.groups import LENGTH, length_labels, length_ranges
 from neuralmean.detector.kinds import Kinds
 from neuralmean.models.layers import Layer
 from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, Observer, PermuteBlocks, RotateSome
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.calibration import Calibration, check_enough
+from neuralmean.stats.calibration import Calibration, check_enough, examples_needed
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
@@ -44,8 +45,8 @@ class Learnt:
         profile: What held-out data looks like, for a `Monitor`; None without held-out data.
         head: Name of the layer that gives the logits, where the scorer needs them.
         facts: When the detector was fitted, and on how many examples.
-        grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group;
-            None without groups.
+        grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group,
+            `"length"` if it is the range of the number of tokens; None without groups.
         kinds: What tells appearance from content; None where no rows were kept to learn it from.
         regions: What regions of images look like; None unless that was asked for.
     """
@@ -150,9 +151,29 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         )
         kinds = _learn_kinds(setup, scorer, parts, options.rate)
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
-    calibration = Calibration.of(scores, options.rate, confidence=options.confidence)
-    learnt = Learnt(reference, scorer, calibration, source, scale, head=observer.head, facts=facts, kinds=kinds)
+    by_length = _by_length(data.held_out, options)
+    grouped_by = LENGTH if by_length else None
+    calibration = Calibration.of(scores, options.rate, confidence=options.confidence, groups=by_length)
+    learnt = Learnt(
+        reference,
+        scorer,
+        calibration,
+        source,
+        scale,
+        head=observer.head,
+        facts=facts,
+        kinds=kinds,
+        grouped_by=grouped_by,
+    )
     return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
+
+
+def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | None:
+    """Return the range of lengths of each held-out row where these are tokens: short and long ones differ in how scores scatter."""
+    if held_out is None or options.early_exit:
+        return None
+    starts = length_ranges(held_out.lengths, examples_needed(options.rate, options.confidence))
+    return length_labels(held_out.lengths, starts) if len(starts) > 1 else None
 
 
 def _learn_kinds(setup: FitSetup, scorer: Scorer, parts: dict[str, Any], rate: float) -> Kinds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,14 @@ from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.huggingface import Tokenizer
 from neuralmean.models.spec import resolve
+
+COMPILING_S = 60.0
+"""What freezing costs, about."""
+SAVED_SHARE = 0.1
+"""What a frozen graph saves of the passes of large batches, at the least (docs/speed.md)."""
+
+LEAST_BATCHES = 50
+"""Fewer are not worth the two that are timed."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,26 @@ class SavedDetector:
         except InputError as error:
             raise InputError(f"{error} Leave out --freeze.") from error
 
+    def freeze_if_worth(self, n_inputs: int, batch_size: int) -> bool:
+        """Freeze the detector if so many inputs take so long that compiling pays, and return whether it is frozen.
+
+        Args:
+            n_inputs: How many inputs there are.
+            batch_size: Of the passes to come.
+        """
+        example = None if self.preprocessing is None else self.preprocessing.example()
+        if example is None or n_inputs < LEAST_BATCHES * batch_size:
+            return False
+        batch = example.expand(batch_size, *example.shape[1:]).contiguous()
+        self.detector.score(batch, batch_size=batch_size)
+        begin = time.perf_counter()
+        self.detector.score(batch, batch_size=batch_size)
+        if (time.perf_counter() - begin) * n_inputs / batch_size * SAVED_SHARE < COMPILING_S:
+            return False
+        with suppress(InputError):
+            self.detector.freeze(example)
+        return self.detector.is_frozen
+
 
 def open_saved(
     path: str | Path,
@@ -66,6 +95,7 @@ def open_saved(
     model: str | None = None,
     weights: str | Path | None = None,
     rate: float | None = None,
+    device: str | None = None,
     trust_local_code: bool = False,
 ) -> SavedDetector:
     """Read a saved detector and build the model that it was fitted on.
@@ -75,6 +105,7 @@ def open_saved(
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
         rate: False-alarm rate, instead of that of the fit.
+        device: Where the model runs; None leaves it where it was built, on the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
 
     Raises:
@@ -97,6 +128,8 @@ def open_saved(
     preprocessing = Preprocessing.from_json(raw) if isinstance(raw, dict) else resolved.preprocessing
     with torch.inference_mode(False):  # as in `fit`
         detector = from_artefact(Detector, artefact, resolved.model, str(path))
+    if device is not None:
+        detector.to(device)
     return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing, resolved.tokenizer)
 
 
@@ -106,7 +139,9 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     remembered = info.get("weights")
     if not isinstance(remembered, str):
         return None
-    for candidate in (Path(remembered), path.parent / Path(remembered).name):
+    beside = path.parent / Path(remembered).name
+    # A path of a network would have Windows send the user's password hash to whoever wrote the file.
+    for candidate in (beside,) if remembered.startswith(("\\\\", "//")) else (Path(remembered), beside):
         with suppress(OSError, ValueError):  # a path that no system can have
             if candidate.is_file():
                 return candidate

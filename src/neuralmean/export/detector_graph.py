@@ -39,14 +39,19 @@ class DetectorGraph(nn.Module):
     scale_mean: Tensor
     scale_std: Tensor
     calibration_scores: Tensor
+    alarm_rate: Tensor
 
     def __init__(self, detector: Detector, names: tuple[str, ...], n_args: int) -> None:
         super().__init__()
         if detector.reference is None or detector.calibration is None:
             raise NotFittedError("Expected a fitted detector to export. Call `fit` or `calibrate` first.")
+        if detector.calibration.group_of is not None:
+            raise InputError(
+                "Expected a detector without groups to export, as a graph has one threshold for all inputs. `calibrate` without "
+                "groups."
+            )
         self.names, self.n_args = names, n_args
         self.statistic = detector.statistic
-        self.threshold = detector.calibration.threshold
         self.needs = needs_of(detector.scorer)
         self.scorer = copy.deepcopy(detector.scorer)
         self.recording = RecordingModule(
@@ -64,6 +69,7 @@ class DetectorGraph(nn.Module):
         # One more than any score, for the one that a p-value counts besides the held-out scores.
         scores = detector.calibration.scores
         self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))
+        self.register_buffer("alarm_rate", torch.tensor(detector.calibration.level, dtype=torch.float64))
 
     def forward(self, *inputs: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
@@ -75,7 +81,7 @@ class DetectorGraph(nn.Module):
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
         at_least = self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)
         p_value = at_least.double().sum(dim=1) / len(self.calibration_scores)
-        return output, score, p_value, ~(score <= self.threshold)  # what is no number is no reason to trust it
+        return output, score, p_value, p_value <= self.alarm_rate  # a score that is no number has the p-value 0
 
     def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:
         parts = []

@@ -1,15 +1,18 @@
 """Writes a fitted detector as one graph that runs without neuralmean: ONNX, and torch's own `.pt2`.
 
 The graph holds the model, the discrepancy, the scorer and the threshold; its outputs are the model's own, `score`,
-`p_value` and `is_ood`. The batch is dynamic. The header of the saved file goes along as metadata.
+`p_value` and `is_ood`. The batch is dynamic. The header of the saved file goes along as metadata. No file is kept that was not
+run and compared with the library.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +25,15 @@ from neuralmean.data.batch import Batch, to_batch
 from neuralmean.detector.early_exit import full_of
 from neuralmean.detector.saving import to_artefact
 from neuralmean.errors import InputError, MissingExtraError
-from neuralmean.export.arranging import arrange
+from neuralmean.export.checking import check_graph
 from neuralmean.export.detector_graph import DetectorGraph, input_names
 from neuralmean.files.artefact import FORMAT_VERSION
-from neuralmean.files.atomic import write_atomically
+from neuralmean.files.atomic import check_target, write_atomically
 from neuralmean.models.execution import Modules, device_of, eval_mode, translate_input_errors
 from neuralmean.models.layers import unwrap
+from neuralmean.recording.graph.capture import capture
+from neuralmean.recording.graph.checks import check_repeats
+from neuralmean.recording.graph.compiled import compile_packages
 from neuralmean.scorers import VectorScorer
 
 if TYPE_CHECKING:
@@ -37,42 +43,87 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "neuralmean"
 VERDICTS = ("score", "p_value", "is_ood")
+RATE = "alarm_rate"
+"""Name of the optional input of an ONNX graph: inputs with a p-value of at most so much are flagged."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A detector as an exported program, with the names of its inputs and outputs."""
+
+    program: ExportedProgram
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    example: Batch
+    header: str
 
 
 def to_onnx(
-    detector: Detector, path: str | Path, *, example_input: Any = None, input_shape: Sequence[int] | None = None
+    detector: Detector,
+    path: str | Path,
+    *,
+    example_input: Any = None,
+    input_shape: Sequence[int] | None = None,
+    check: Any = None,
 ) -> tuple[str, ...]:
     """Write the detector and its model as one ONNX graph, and return the names of the graph's outputs.
+
+    The graph is run in onnxruntime with its default settings and compared with the library: a score that is off by more than
+    0.001 (of scores beyond 10, by a ten-thousandth) or another decision is an error, and no file is left. The optional input
+    `alarm_rate`, a float64 number, flags another share than that of the fit.
 
     Args:
         detector: A fitted detector.
         path: Where to; the file is written whole or not at all.
         example_input: An input of the model as in `detector(x)`; only its shapes and types matter.
         input_shape: Shape of one input without the batch, `(3, 32, 32)`, in place of an example.
+        check: Inputs to compare on, as for `score`; None takes noise and natural-looking images. None of them is stored.
 
     Raises:
-        MissingExtraError: The packages that write ONNX are not installed.
+        MissingExtraError: The packages that write and run ONNX are not installed.
+        InputError: The detector is no fixed graph, or the graph says something else than the library.
     """
     try:
         import onnx
+        import onnxruntime
         import onnxscript  # noqa: F401 - torch.onnx needs it
     except ImportError:
         raise MissingExtraError(
-            "Exporting to ONNX needs the packages onnx and onnxscript. Install them with `pip install neuralmean[onnx]`."
+            "Exporting to ONNX needs the packages onnx, onnxscript and onnxruntime. Install them with "
+            "`pip install neuralmean[onnx]`."
         ) from None
-    program, inputs, outputs = _trace(detector, example_input, input_shape)
+    check_target(path)
+    found = _capture(detector, example_input, input_shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.onnx warns of its own deprecations
-        exported = torch.onnx.export(program, (), dynamo=True, input_names=inputs, output_names=outputs, verbose=False)
+        names = {"input_names": list(found.inputs), "output_names": list(found.outputs)}
+        exported = torch.onnx.export(found.program, (), dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
     if exported is None:
-        raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.5 or newer.")
+        raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.6 or newer.")
     proto = exported.model_proto
     _name_batch(proto)
-    arrange(proto)
-    onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
+    default = next(tensor for tensor in proto.graph.initializer if tensor.name.endswith(RATE))
+    _rename(proto.graph, default.name, RATE)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info(RATE, onnx.TensorProto.DOUBLE, []))
+    onnx.helper.set_model_props(proto, {METADATA_KEY: found.header})
+    content = proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        feed = {name: value.contiguous().numpy() for name, value in zip(found.inputs, inputs, strict=True)}
+        return [torch.from_numpy(value) for value in session.run(None, feed)]
+
+    check_graph(detector, run, found.outputs, found.example, check, "onnxruntime")
     with write_atomically(path) as file:
-        file.write(proto.SerializeToString())
-    return tuple(outputs)
+        file.write(content)
+    return found.outputs
+
+
+def _rename(graph: Any, old: str, new: str) -> None:
+    for tensor in graph.initializer:
+        tensor.name = new if tensor.name == old else tensor.name
+    for node in graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
 
 
 def _name_batch(proto: Any) -> None:
@@ -88,55 +139,79 @@ def _name_batch(proto: Any) -> None:
 
 
 def to_pt2(
-    detector: Detector, path: str | Path, *, example_input: Any = None, input_shape: Sequence[int] | None = None
+    detector: Detector,
+    path: str | Path,
+    *,
+    example_input: Any = None,
+    input_shape: Sequence[int] | None = None,
+    check: Any = None,
+    portable: bool = False,
 ) -> tuple[str, ...]:
-    """Write the detector and its model for `torch.export.load`, and return the names of the outputs.
+    """Write the detector and its model as compiled code, and return the names of the outputs.
 
-    Arguments are those of `to_onnx`. The loaded program's `module()` returns `(output, score, p_value, is_ood)`; the
-    saved file's header is the extra file `neuralmean`.
+    `torch._inductor.aoti_load_package(path)`, or C++ without Python, runs the file: it returns the model's output, score,
+    p-value and decision. It holds machine code for this operating system and this family of processors. The saved file's header
+    is in its metadata under `neuralmean`. Checked as by `to_onnx`.
+
+    Args:
+        detector: A fitted detector.
+        path: Where to; the file is written whole or not at all.
+        example_input: As for `to_onnx`.
+        input_shape: As for `to_onnx`.
+        check: As for `to_onnx`.
+        portable: Write the exported program instead, which `torch.export.load(path).module()` runs on any machine, and which
+            needs no compiler; the header is its extra file `neuralmean`.
+
+    Raises:
+        InputError: The detector is no fixed graph, there is no C++ compiler, or the graph says something else than the library.
     """
-    program, _, outputs = _trace(detector, example_input, input_shape)
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={METADATA_KEY: json.dumps(_header(detector), sort_keys=True)})
+    check_target(path)
+    found = _capture(detector, example_input, input_shape)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors that share memory
+        if portable:
+            buffer = io.BytesIO()
+            torch.export.save(found.program, buffer, extra_files={METADATA_KEY: found.header})
+            content, where = buffer.getvalue(), "torch.export"
+            graph: Any = torch.export.load(io.BytesIO(content)).module()
+        else:
+            (package,) = compile_packages([found.program], Path(folder), {METADATA_KEY: found.header})
+            content, where = package.read_bytes(), "AOTInductor"
+            graph = torch._inductor.aoti_load_package(str(package))
+
+        def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                returned = pytree.tree_flatten(graph(*(value.contiguous() for value in inputs)))[0]
+            return [value for value in returned if value is not None]
+
+        check_graph(detector, run, found.outputs, found.example, check, where)
     with write_atomically(path) as file:
-        file.write(buffer.getvalue())
-    return tuple(outputs)
+        file.write(content)
+    return found.outputs
 
 
-def _trace(
-    detector: Detector, example_input: Any, input_shape: Sequence[int] | None
-) -> tuple[ExportedProgram, list[str], list[str]]:
-    """Return the traced graph, the names of its inputs and of its outputs."""
+def _capture(detector: Detector, example_input: Any, input_shape: Sequence[int] | None) -> _Captured:
     detector.check_weights()
     if (device := device_of(detector.model.modules())).type != "cpu":
         raise InputError(f"Expected a model on the CPU to export, but got one on {device}. Move it: `model.cpu()`.")
     batch = _example(example_input, input_shape)
     names = input_names(detector.model, batch)
     graph = DetectorGraph(detector, names, len(batch.args)).eval()
-    values = (*batch.args, *batch.kwargs.values())
-    size, rows = len(batch), torch.export.Dim("batch")
-    shapes = tuple({0: rows} if value.dim() and len(value) == size else {} for value in values)
-    with torch.no_grad(), eval_mode(Modules(graph)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.export warns of its own deprecations
+    values, core = (*batch.args, *batch.kwargs.values()), unwrap(detector.model)
+    with eval_mode(Modules(graph)), eval_mode(Modules(core)):
         given = "input_shape" if example_input is None else "example_input"
-        with translate_input_errors(unwrap(detector.model), batch, given):
+        with torch.no_grad(), translate_input_errors(core, batch, given):
             output = graph(*values)[0]
-        program = _export(graph, values, shapes)
-    return program, list(names), [*_output_names(output), *VERDICTS]
-
-
-def _export(graph: DetectorGraph, values: tuple[Tensor, ...], shapes: tuple[Any, ...]) -> ExportedProgram:
-    """Trace the graph; the strict way follows `len(x)` in a model, which the other takes for a constant."""
-    reason = ""
-    for strict in (False, True):
         try:
-            return torch.export.export(graph, values, dynamic_shapes={"inputs": shapes}, strict=strict)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-    raise InputError(
-        f"Expected a model and scorer that torch.export can trace with a dynamic batch, but it cannot ({reason}). "
-        "Look for Python numbers made of tensors: use `x.shape[0]`, and no branch on values."
-    )
+            check_repeats(core, lambda: core(*batch.each(Tensor.clone).args, **batch.each(Tensor.clone).kwargs))
+            program = capture(graph, values, any_size=True)
+        except InputError as error:
+            raise InputError(
+                f"Expected {type(core).__name__} and its scorer to be a fixed graph for batches of any size, but "
+                f"{str(error).rstrip('.')}. Look for Python numbers made of tensors: use `x.shape[0]`, and no branch on values."
+            ) from error
+    header = json.dumps(_header(detector), sort_keys=True)
+    return _Captured(program, names, (*_output_names(output), *VERDICTS), batch, header)
 
 
 def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:

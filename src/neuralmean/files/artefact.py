@@ -26,7 +26,8 @@ from neuralmean.files.atomic import write_atomically
 
 FORMAT_VERSION = 1
 MAX_BYTES = 256 * 2**20
-MAX_HEADER_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 4 * 2**20
+MAX_PARTS = 100_000  # lists, objects and names in the header: a few bytes each there, hundreds in Python
 _KEY = "neuralmean"
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64": torch.int64}
 
@@ -48,10 +49,13 @@ class Artefact:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         header["digest"] = _digest(header, tensors)
         content = save_tensors(tensors, {_KEY: json.dumps(header, sort_keys=True)})
-        if len(content) > MAX_BYTES or struct.unpack("<Q", content[:8])[0] > MAX_HEADER_BYTES:
+        (length,) = struct.unpack("<Q", content[:8])
+        n_parts = sum(content.count(mark, 8, 8 + length) for mark in (b"[", b"{", b":"))
+        if len(content) > MAX_BYTES or length > MAX_HEADER_BYTES or n_parts > MAX_PARTS:
             raise InputError(
-                f"Expected at most {MAX_BYTES >> 20} MiB to save, {MAX_HEADER_BYTES >> 20} of them names and `info`, but got "
-                f"{len(content) / 2**20:.0f} MiB. Watch fewer layers, choose another scorer or keep less in `info`."
+                f"Expected at most {MAX_BYTES >> 20} MiB to save, {MAX_HEADER_BYTES >> 20} of them names and `info` with "
+                f"{MAX_PARTS:,} parts, but got {len(content) / 2**20:.0f} MiB, {length / 2**20:.1f} and {n_parts:,}. Watch fewer "
+                "layers, choose another scorer or keep less in `info`."
             )
         with write_atomically(path) as file:
             file.write(content)
@@ -124,8 +128,11 @@ def _read_header(file: BinaryIO, size: int, path: str) -> tuple[dict[str, Any], 
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise ArtefactError(broken)
+    text = file.read(length)
+    if sum(map(text.count, (b"[", b"{", b":"))) > MAX_PARTS:
+        raise ArtefactError(broken)
     try:
-        entries = json.loads(file.read(length))
+        entries = json.loads(text)
         header = json.loads(entries.pop("__metadata__")[_KEY])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ArtefactError(broken) from None

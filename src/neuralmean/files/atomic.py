@@ -80,12 +80,12 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         raise ArtefactError(_explain(path, error)) from error
     try:
         with _open_descriptor(descriptor, mode) as handle:
+            if permissions is not None:  # before there is anything in it that others may not read
+                with suppress(OSError):
+                    os.chmod(descriptor if os.chmod in os.supports_fd else temporary, stat.S_IMODE(permissions))  # noqa: PTH101
             yield handle
             handle.flush()
             os.fsync(descriptor)
-        if permissions is not None:
-            with suppress(OSError):
-                temporary.chmod(stat.S_IMODE(permissions))
         _replace(temporary, target, path)
     except OSError as error:
         _remove(temporary)

@@ -6,8 +6,10 @@ key means is the business of whoever writes it. Only one run writes; a second on
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from typing import Any, NamedTuple
 
 from neuralmean.errors import ArtefactError, InputError
 from neuralmean.files.atomic import DISK_FULL
+
+_NO_FILE = "Expected {!r} to be the journal of an earlier run, but it is a link, a pipe or a device. Delete it."
 
 
 class Entry(NamedTuple):
@@ -75,9 +79,13 @@ class Journal:
                 checksum, _, rest = line.rstrip(b"\n").partition(b" ")
                 if not line.endswith(b"\n") or checksum != _checksum(rest):
                     return
-                key, _, content = rest.partition(b" ")
-                end += len(line)
-                yield Entry(key.decode("ascii"), json.loads(content), end)
+                try:
+                    key, _, content = rest.partition(b" ")
+                    entry = Entry(key.decode("ascii"), json.loads(content), end + len(line))
+                except (ValueError, RecursionError):  # a checksum that fits is no proof
+                    return
+                end = entry.end
+                yield entry
 
     def add(self, key: str, content: Any) -> None:
         """Record that a part is done, with its content as JSON values."""
@@ -134,13 +142,19 @@ def _checksum(content: bytes) -> bytes:
 
 def _open(path: Path) -> FileIO:
     """Open a file to read and write, making it where there is none, and keep others out."""
+    # No link is followed: it would be the file of somebody else that is cut. No pipe is waited for.
+    flags = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ArtefactError(_NO_FILE.format(str(path))) from None
         raise ArtefactError(
             f"Expected to write {str(path)!r}, but the system said: {error.strerror or error}. Choose another path."
         ) from error
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ArtefactError(_NO_FILE.format(str(path)))
         _lock(descriptor, path)
         # Without a buffer: what a full disk refused must not be written again, and fail again, when the file is closed.
         return os.fdopen(descriptor, "r+b", buffering=0)

@@ -28,7 +28,7 @@ from neuralmean.files.artefact import Artefact
 from neuralmean.files.journal import Entry, Journal
 from neuralmean.jobs.rows import FinishedPart, ScoreRow, write_rows
 from neuralmean.stats.calibration import Calibration
-from neuralmean.stats.false_flags import most_false
+from neuralmean.stats.false_flags import most_false_flags
 
 
 @dataclass
@@ -77,10 +77,8 @@ def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float 
     """
     if not tally.flagged or not tally.p_values or calibration.group_of is not None:
         return None
-    count = len(calibration.scores)
-    ranks = np.array([round(p_value * (count + 1)) for p_value in sorted(tally.p_values)])
-    ranks = np.repeat(ranks, [tally.p_values[p_value] for p_value in sorted(tally.p_values)])
-    most = most_false(ranks, count, int(ranks[tally.flagged - 1]), confidence)
+    p_values = np.sort(np.repeat(list(tally.p_values), list(tally.p_values.values())))
+    most = most_false_flags(p_values, len(calibration.scores), p_values[tally.flagged - 1], confidence)
     return f"at most {most} of these {tally.flagged} flags are false, {100 * confidence:g} % sure"
 
 
@@ -149,7 +147,9 @@ def score_texts(
 ) -> Iterator[list[ScoreRow]]:
     """Yield the rows of the texts in files, a batch at a time, in order."""
     batches = TextBatches(paths, tokenize, batch_size=batch_size, on_unreadable=on_unreadable, skip=skip)
-    for inputs, names in track(batches, description="Scoring", total=batches.count, size=lambda batch: len(batch.names)):
+    for inputs, names in track(
+        batches, description="Scoring", total=batches.count, size=lambda batch: len(batch.names)
+    ):
         yield _rows(names, detector.predict(inputs, batch_size=batch_size))
     tally.unreadable = batches.n_unreadable
 

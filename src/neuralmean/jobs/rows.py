@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from neuralmean.data.images import Unreadable
-from neuralmean.errors import InputError, MissingExtraError
+from neuralmean.data.progress import printable
+from neuralmean.errors import ArtefactError, InputError, MissingExtraError
 from neuralmean.files.atomic import write_atomically
 
 FORMATS = ("table", "json", "csv", "parquet")
@@ -41,8 +42,20 @@ class FinishedPart(NamedTuple):
     @classmethod
     def from_json(cls, content: Any) -> FinishedPart:
         """Rebuild it from what `to_json` returned."""
-        rows, unreadable = content
-        return cls([ScoreRow(*row) for row in rows], [Unreadable(*note) for note in unreadable])
+        try:
+            rows, unreadable = content
+            return cls([_checked(ScoreRow(*row)) for row in rows], [Unreadable(*map(str, note)) for note in unreadable])
+        except (TypeError, ValueError):
+            raise ArtefactError(
+                "Expected the journal to hold scores of images, but it does not. Leave out --resume to start again."
+            ) from None
+
+
+def _checked(row: ScoreRow) -> ScoreRow:
+    numbers = all(type(number) in (int, float) for number in (row.score, row.p_value))
+    if not numbers or not isinstance(row.path, str) or type(row.is_ood) is not bool or not isinstance(row.kind, str):
+        raise ValueError("this is no row")
+    return row
 
 
 def format_of(out: Path | None, asked: str | None) -> str:
@@ -88,7 +101,7 @@ def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> 
             yield f"{'verdict':<8}{'kind':<11}{'p-value':>9}{'score':>12}  path"
         for row in rows:
             verdict = f"{'OOD' if row.is_ood else 'ok':<8}{row.kind:<11}"
-            yield f"{verdict}{row.p_value:>9.4f}{row.score:>12.4f}  {_as_text(row.path)}"
+            yield f"{verdict}{row.p_value:>9.4f}{row.score:>12.4f}  {printable(row.path)}"
 
 
 def _as_text(path: str) -> str:

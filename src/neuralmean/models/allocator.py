@@ -45,6 +45,13 @@ def peak(process: int | str = "self") -> int | None:
     return _status("VmHWM", process)
 
 
+def release_freed() -> bool:
+    """Give freed memory back to the system now, also what `keep_freed` keeps; return whether there was any."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).malloc_trim(0))
+
+
 def reset_peak() -> bool:
     """Let the peak of this process begin anew; return whether that was possible."""
     with suppress(OSError):

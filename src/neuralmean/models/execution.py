@@ -118,6 +118,23 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
     return torch.device("cpu")
 
 
+def check_device(device: str | torch.device) -> torch.device:
+    """Return a device that tensors can be moved to.
+
+    Raises:
+        InputError: This machine has no such device.
+    """
+    try:
+        found = torch.device(device)
+        torch.zeros(1).to(found).cpu()  # the last step is what the meta device cannot do
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:150].rstrip(".")
+        raise InputError(
+            f"Expected a device of this machine, such as 'cpu' or 'cuda:0', but got {str(device)!r} ({reason})."
+        ) from error
+    return found
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether `torch.compile` was applied to `model`, or to what it wraps."""
     while isinstance(model, WRAPPERS):

@@ -95,7 +95,9 @@ def _config(folder: Path) -> dict[str, Any]:
             "Download the model first, and name its folder."
         ) from error
     if not isinstance(found, dict):
-        raise InputError(f"Expected {str(path)!r} to hold the config of a model, but it holds a {type(found).__name__}.")
+        raise InputError(
+            f"Expected {str(path)!r} to hold the config of a model, but it holds a {type(found).__name__}."
+        )
     return found
 
 

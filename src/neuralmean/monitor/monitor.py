@@ -7,14 +7,9 @@ of repeated inputs. The mathematics is in `stats.sequential`. Nothing here needs
 
 from __future__ import annotations
 
-import bisect
 import math
 import threading
-from collections import deque
-from dataclasses import replace
-from itertools import accumulate, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,46 +18,27 @@ from torch import Tensor
 
 from neuralmean.detector.decision import Decision
 from neuralmean.detector.detector import Detector
-from neuralmean.detector.kinds import FLAGGED_KINDS
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NotFittedError
 from neuralmean.files.artefact import Artefact
-from neuralmean.monitor.layer_shifts import layer_shifts
+from neuralmean.monitor.alarms import change_before, describe
+from neuralmean.monitor.block_test import BLOCK, BlockTest
+from neuralmean.monitor.counters import Counters
+from neuralmean.monitor.recent import RecentItems
+from neuralmean.monitor.spacing import Spacing
 from neuralmean.monitor.state import from_artefact, identity, to_artefact
-from neuralmean.monitor.status import Alarm, Kind, LayerShift, MonitorStatus, Test
-from neuralmean.monitor.stream_tests import BOTH_WEIGHTS, N_REPEATS, ItemTests, RepeatTest
+from neuralmean.monitor.status import Alarm, MonitorStatus, Test
+from neuralmean.monitor.stream_tests import N_REPEATS, ItemTests, RepeatTest
 from neuralmean.scorers import Observation
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.betting import BETS, WEIGHTS, log_densities
 from neuralmean.stats.calibration import Calibration, check_rate
-from neuralmean.stats.change_point import change_interval
-from neuralmean.stats.correlation import LEVELS, spacing
-from neuralmean.stats.held_out_profile import HeldOutProfile
-from neuralmean.stats.moments import Moments
-from neuralmean.stats.sequential import Evidence, OnlineRanks
+from neuralmean.stats.correlation import LEVELS
+from neuralmean.stats.false_flags import most_false_flags
 
 Floats = NDArray[np.float64]
 
-BLOCK = 32
 HISTORY = 2048  # items that are remembered one by one
-P_VALUE_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SHARES = {"items": 0.75, "thinned": 0.1, "blocks": 0.1, "repeats": 0.05}  # of the false-alarm rate
-KINDS = ("typical", *FLAGGED_KINDS)  # of a decision
-N_EXAMPLES = 12
-WARM_UP = 64  # items before anybody can tell how correlated the stream is
 TO_ACCEPT = 100  # items that a new normal needs
-_FEWEST = 128  # held-out examples to compare with
-
-
-class RecentItem(NamedTuple):
-    """What is remembered of one of the latest items."""
-
-    score: float
-    online_p_value: float  # among all before it
-    bin: float
-    log_null: float  # logarithm of the bin's probability
-    p_value: float  # among the held-out scores
-    flagged: bool
-    kind: int  # index in `KINDS`
 
 
 class Monitor:
@@ -126,15 +102,11 @@ class Monitor:
         self.detector, self.window, self.every, self.follow, self.seed = detector, window, every, follow, seed
         self.false_alarm_rate = float(false_alarm_rate)
         self._lock = threading.RLock()
-        self._n_seen = self._n_ood = 0
-        self._n_by_kind: dict[str, int] = dict.fromkeys(FLAGGED_KINDS, 0)
-        self._p_value_counts = [0] * len(P_VALUE_EDGES)
-        self._p_value_sum = 0.0
-        self._recent: deque[RecentItem] = deque(maxlen=max(window, HISTORY))
+        self.n_remembered = max(window, HISTORY)
+        self._counters, self._recent, self._spacing = Counters(), RecentItems(self.n_remembered), Spacing(every)
+        self._blocks = BlockTest(detector.layers, detector.column_layers, window)
         self._n_resets = self._n_accepted = self._n_followed = 0
         self._accepted: Floats | None = None  # scores that were accepted as the new normal
-        self._width = len(detector.channels)
-        self._learnt = Moments.empty(self._width)  # of the first items, if the detector has no profile
         self._begin_tests()
 
     @property
@@ -144,21 +116,15 @@ class Monitor:
 
     def _begin_tests(self) -> None:
         held_out = self._calibration().scores.double().numpy()
-        reference = held_out if self._accepted is None else self._accepted
-        self._known = self.detector.profile if self._accepted is None else None
+        is_new = self._accepted is not None
         self._identity = identity(self.detector)  # as it is now, although it may be calibrated again
-        self._items = ItemTests(reference, self.seed + 2 * self._n_resets)
-        self._block_ranks = OnlineRanks(seed=self.seed + 2 * self._n_resets + 1)
-        self._block_evidence = Evidence(WEIGHTS)
-        self._repeats = RepeatTest(held_out)
+        seed = self.seed + 2 * self._n_resets
+        self._items = ItemTests(held_out if self._accepted is None else self._accepted, seed)
+        self._blocks.begin(None if is_new else self.detector.profile, seed + 1)
+        self._repeats = RepeatTest(held_out, len(self.detector.channels))
         self._alarm: Alarm | None = None
         self._following: int | None = None  # the item since which a mild drift is to be followed
-        self._spacing, self._estimated_at = next(level for level in LEVELS if level >= (self.every or 1)), 0
-        self._spaced_from = self._n_seen  # what came before the tests began may have been different
-        self._blocks: deque[Moments] = deque()
-        self._open = Moments.empty(self._width)
-        if self._learnt.count < self.window:
-            self._learnt = Moments.empty(self._width)
+        self._spacing.begin(self._counters.n_seen)
 
     def _calibration(self) -> Calibration:
         if self.detector.calibration is None:
@@ -208,59 +174,46 @@ class Monitor:
             return self.drift
 
     def _take(self, decision: Decision, scores: Floats, vectors: Tensor | None) -> None:
-        n_before, n_tested = self._n_seen, self._items.evidence[0].n
+        n_before, n_tested = self._counters.n_seen, self._items.n
         found, notes = self._items.update(scores)
-        repeats = self._repeats.update(scores, vectors, self._items.ranks)
-        blocks = [] if vectors is None else self._watch_vectors(vectors)
-        self._count(decision, scores, notes)
+        repeats, n_repeats = self._repeats.update(scores, vectors, self._items.ranks)
+        blocks = np.empty(0) if vectors is None else self._blocks.update(vectors)
+        self._counters.add(decision)
+        self._recent.add(decision, scores, notes)
         if self._alarm is not None:
             return
-        over = {
-            "repeats": (n_before, 1, repeats - self._log_needed("repeats")),
-            "items": (n_before, 1, found[0] - self._log_needed("items")),
-        }
-        for level, log_values in zip(LEVELS[1:], found[1:], strict=True):
-            first = n_before + -n_tested % level
-            over[f"every {level}"] = (first, level, log_values - self._log_needed("thinned", len(LEVELS) - 1))
-        over["blocks"] = (n_before + len(scores) - 1, BLOCK, np.array(blocks) - self._log_needed("blocks"))
-        reached = {name: where for name, where in over.items() if (where[2] >= 0).any()}
-        if reached:
-            self._raise(reached)
+        # Of each test how far apart its items are, and by how much each value exceeds what an alarm needs.
+        over = {1: found[0] - self._log_needed("items")}
+        over |= {level: own - self._log_needed("thinned") for level, own in zip(LEVELS[1:], found[1:], strict=True)}
+        reached = {level: int(np.flatnonzero(own >= 0)[0]) for level, own in over.items() if (own >= 0).any()}
+        by_blocks = bool((blocks >= self._log_needed("blocks")).any())
+        if (repeats >= self._log_needed("repeats")).any():
+            place = int(np.flatnonzero(repeats >= self._log_needed("repeats"))[0])
+            self._alarm = self._describe("repeats", n_before + 1 + place, int(n_repeats[place]))
+        elif (reached or by_blocks) and self._may_judge():
+            since, _ = change_before(self._n_seen, self._n_seen, self._recent, self._items)
+            self._spacing.estimate(self._recent, self._n_seen, since)
+            allowed = [level for level in reached if level >= self._spacing.level]
+            if allowed:
+                level = allowed[0]
+                self._raise(self._describe("items", n_before + 1 + -n_tested % level + level * reached[level]))
+            elif by_blocks and self._spacing.level == 1:
+                self._raise(self._describe("blocks", self._n_seen))
         elif self._following is not None:
             self._follow_up()
 
-    def _raise(self, reached: dict[str, tuple[int, int, Floats]]) -> None:
-        """Raise an alarm unless the stream is too correlated for the tests that ask for one, or the drift is to be followed."""
-        if "repeats" in reached:
-            first, _, excess = reached["repeats"]
-            self._alarm = self._describe("repeats", first + 1 + int(np.flatnonzero(excess >= 0)[0]))
-            return
-        if self._repeats.n_repeats >= N_REPEATS // 2 or (self.every is None and self._n_to_space() < WARM_UP):
-            return  # a frozen camera is about to be noticed, or too little is known of how correlated the stream is
-        self._estimate_spacing()
-        for name, (first, step, excess) in reached.items():
-            if (1 if name == "blocks" else step) < self._spacing:
-                continue
-            place = 0 if name == "blocks" else step * int(np.flatnonzero(excess >= 0)[0])
-            alarm = self._describe("blocks" if name == "blocks" else "items", first + 1 + place)
-            if self.follow is not None and alarm.n_flagged <= self.follow * alarm.n_since:
-                self._following = alarm.since[1] if self._following is None else self._following
-                self._follow_up()
-            else:
-                self._alarm = alarm
-            return
+    def _may_judge(self) -> bool:
+        """Return whether an alarm of another test than that of repeats may be raised now."""
+        about_to_repeat = self._repeats.n_repeats >= N_REPEATS // 2
+        return not about_to_repeat and self._spacing.is_known(self._recent, self._n_seen)
 
-    def _estimate_spacing(self) -> None:
-        if self.every is not None or (self._spacing > 1 and self._n_seen < self._estimated_at + BLOCK):
+    def _raise(self, alarm: Alarm) -> None:
+        """Raise an alarm, unless the drift is mild and to be followed."""
+        if self.follow is None or alarm.n_flagged > self.follow * alarm.n_since:
+            self._alarm = alarm
             return
-        since, _ = self._change(self._n_seen)
-        scores = np.array([item.score for item in self._recent])[-self._n_to_space() :]
-        self._spacing = spacing(scores, len(scores) - (self._n_seen - since) - 1)
-        self._estimated_at = self._n_seen
-
-    def _n_to_space(self) -> int:
-        """Return how many of the latest items show how correlated the stream is."""
-        return min(len(self._recent), self._n_seen - self._spaced_from)
+        self._following = alarm.since[1] if self._following is None else self._following
+        self._follow_up()
 
     def _follow_up(self) -> None:
         """Take a mild drift as the new normal once there are enough items of it."""
@@ -269,45 +222,12 @@ class Monitor:
             self._n_followed += 1
             self._accept(count)
 
-    def _describe(self, test: Test, item: int) -> Alarm:
-        since, kind = self._change(item), self._kind(test, item)
-        if test == "repeats":
-            since = (item - self._repeats.n_repeats, item - N_REPEATS)
-        rows = list(islice(self._recent, max(0, len(self._recent) - (self._n_seen - since[1]) - 1), None))
-        rows = rows[: item - since[1] + 1]
-        order = sorted(range(len(rows)), key=lambda row: (rows[row].p_value, -rows[row].score))
-        kinds = [KINDS[row.kind] for row in rows if row.flagged]
-        return Alarm(
-            item=item,
-            test=test,
-            since=(max(1, since[0]), max(1, since[1])),
-            kind=kind,
-            n_since=len(rows),
-            n_flagged=sum(row.flagged for row in rows),
-            strangeness={name: kinds.count(name) for name in KINDS if name in kinds},
-            examples=tuple(since[1] + row for row in order[:N_EXAMPLES]),
-        )
+    def _describe(self, test: Test, item: int, n_repeats: int = 0) -> Alarm:
+        return describe(test, item, self._n_seen, self._recent, self._items, n_repeats)
 
-    def _gains(self, item: int) -> Floats:
-        """Return what each bet gained on the items that are remembered and tested, up to `item`."""
-        n_later = self._n_seen - item
-        rows = list(self._recent)[-min(len(self._recent), self._items.evidence[0].n) :]
-        notes = np.array(rows[: len(rows) - n_later], np.float64)[:, 1:4]
-        return self._items.gains(notes)
-
-    def _change(self, item: int) -> tuple[int, int]:
-        """Return the items between which the change may have come."""
-        gains = self._gains(item)
-        first, last = change_interval(gains, BOTH_WEIGHTS)
-        return item - len(gains) + 1 + first, item - len(gains) + 1 + last
-
-    def _kind(self, test: Test, item: int) -> Kind:
-        if test != "items":
-            return "means" if test == "blocks" else "repeats"
-        gains = self._gains(item)
-        best = np.cumsum(gains[::-1], axis=0).max(axis=0) + np.log(BOTH_WEIGHTS)
-        bet = BETS[int(best.argmax()) % len(BETS)]
-        return "too typical" if bet.mirrored else "some inputs" if bet.share < 1 else "most inputs"
+    @property
+    def _n_seen(self) -> int:
+        return self._counters.n_seen
 
     def reset(self) -> None:
         """Switch the alarm off and begin the tests anew, with the whole false-alarm rate to spend; counters go on."""
@@ -334,11 +254,11 @@ class Monitor:
             self._accept(count)
 
     def _accept(self, count: int) -> None:
-        self._accepted = np.array([item.score for item in self._recent])[-count:]
-        self._learnt = Moments.empty(self._width)
+        self._accepted = self._recent.scores(count)
+        self._blocks.forget()
         self._n_accepted += 1
         self.reset()
-        self._spaced_from -= count
+        self._spacing.go_back(count)
 
     def revert(self) -> None:
         """Compare with the held-out data again after `accept`, with a fresh promise."""
@@ -349,61 +269,65 @@ class Monitor:
     def status(self) -> MonitorStatus:
         """Return everything that is known now."""
         with self._lock:
-            recent, alarm = self._window(), self._alarm
-            latest = list(accumulate([self._open, *reversed(self._blocks)]))
-            window, profile = latest[-1], self._baseline()
+            recent, alarm, counters = self._recent.last(self.window), self._alarm, self._counters
             log_value, log_needed = self._strongest()
-            layers, n_compared = self._compare(latest, profile)
+            compared = self._blocks.compare(drift=self.drift)
             return MonitorStatus(
-                n_seen=self._n_seen,
-                n_ood=self._n_ood,
-                n_by_kind=dict(self._n_by_kind),
-                n_since_reset=self._items.evidence[0].n,
+                n_seen=counters.n_seen,
+                n_ood=counters.n_ood,
+                n_by_kind=dict(counters.n_by_kind),
+                n_since_reset=self._items.n,
                 n_window=len(recent),
                 window_ood_rate=sum(item.flagged for item in recent) / len(recent) if recent else None,
                 expected_ood_rate=self._calibration().false_alarm_rate,
-                p_value_counts=tuple(self._p_value_counts),
-                p_value_sum=self._p_value_sum,
+                p_value_counts=tuple(counters.p_value_counts),
+                p_value_sum=counters.p_value_sum,
                 drift=self.drift,
                 drift_at=None if alarm is None else alarm.item,
                 drift_by=None if alarm is None else alarm.test,
                 alarm=alarm,
                 log10_evidence=log_value / math.log(10),
                 log10_needed=log_needed / math.log(10),
-                discrepancy=window.mean.abs().mean().item() if window.count else None,
-                layers=layers,
-                n_compared=n_compared,
-                compared_with=self._name_of(profile),
-                every=self._spacing,
+                every=self._spacing.level,
                 reference="held-out data" if self._accepted is None else f"{len(self._accepted):,} accepted items",
                 n_accepted=self._n_accepted,
                 n_followed=self._n_followed,
+                **compared._asdict(),
             )
 
     def _strongest(self) -> tuple[float, float]:
         """Return the logarithm of the evidence of the test that is nearest to an alarm, and what it needs."""
-        items, need = self._items.evidence, self._log_needed
-        values = [(items[0].log_value, need("items")), (self._block_evidence.log_value, need("blocks"))]
-        if self._spacing > 1:
-            thinned = zip(LEVELS[1:], items[1:], strict=True)
-            own = [one.log_value for level, one in thinned if level >= self._spacing]
-            values = [(max(own), need("thinned", len(LEVELS) - 1))]
+        items, need, least = self._items.evidence, self._log_needed, self._spacing.level
+        values = [(items[0].log_value, need("items")), (self._blocks.evidence.log_value, need("blocks"))]
+        if least > 1:
+            own = [one.log_value for level, one in zip(LEVELS, items, strict=True) if level >= least]
+            values = [(max(own), need("thinned"))]
         if self._repeats.n_repeats >= N_REPEATS:
             values.append((self._repeats.evidence.log_value, need("repeats")))
         return max(values, key=lambda pair: pair[0] - pair[1])
 
-    def _window(self) -> list[RecentItem]:
-        return list(islice(self._recent, max(0, len(self._recent) - self.window), None))
-
     def window_p_values(self) -> list[float]:
         """Return the p-values in the window, oldest first."""
         with self._lock:
-            return [item.p_value for item in self._window()]
+            return [item.p_value for item in self._recent.last(self.window)]
 
     def window_flags(self) -> list[bool]:
         """Return which inputs in the window were flagged, oldest first."""
         with self._lock:
-            return [item.flagged for item in self._window()]
+            return [item.flagged for item in self._recent.last(self.window)]
+
+    def window_false_flags(self, *, confidence: float = 0.95) -> tuple[int, int | None]:
+        """Return how many inputs in the window were flagged, and how many of these are false flags at the most.
+
+        The bound holds with the confidence. It is None for a detector that was calibrated by group; see `Decision.most_false`.
+        """
+        with self._lock:
+            items, calibration = self._recent.last(self.window), self._calibration()
+        n_flagged = sum(item.flagged for item in items)
+        if calibration.group_of is not None:
+            return n_flagged, None
+        p_values = np.array([item.p_value for item in items])
+        return n_flagged, most_false_flags(p_values, len(calibration.scores), calibration.level, confidence)
 
     def save(self, path: str | Path) -> None:
         """Write the whole state to a file, whole or not at all."""
@@ -427,40 +351,17 @@ class Monitor:
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ArtefactError(f"Expected {str(path)!r} to be the state of a monitor, but {error}.") from None
 
-    @staticmethod
-    def recent_item(values: list[float]) -> RecentItem:
-        """Return an item from the numbers that a state file holds of it."""
-        score, online, place, log_null, p_value, flagged, kind = values
-        item = RecentItem(score, online, place, log_null, p_value, bool(flagged), int(kind))
-        if not 0 <= item.kind < len(KINDS):
-            raise ValueError("an item has an unknown kind")
-        return item
-
-    def _log_needed(self, test: str, n_parts: int = 1) -> float:
-        return math.log(n_parts / (SHARES[test] * self.false_alarm_rate))
-
-    def _count(self, decision: Decision, scores: Floats, notes: Floats) -> None:
-        p_values, flags = decision.p_value.tolist(), decision.is_ood.tolist()
-        kinds = decision.kind
-        self._n_seen += len(p_values)
-        self._n_ood += sum(flags)
-        for kind in kinds:
-            if kind in self._n_by_kind:
-                self._n_by_kind[kind] += 1
-        for p_value in p_values:
-            self._p_value_counts[bisect.bisect_left(P_VALUE_EDGES, p_value)] += 1
-            self._p_value_sum += p_value
-        numbers = [KINDS.index(kind) for kind in kinds]
-        rows = zip(scores.tolist(), notes.tolist(), p_values, flags, numbers, strict=True)
-        self._recent.extend(
-            RecentItem(score, note[0], note[1], note[2], p, flag, kind) for score, note, p, flag, kind in rows
-        )
+    def _log_needed(self, test: str) -> float:
+        """Return the logarithm of the evidence that an alarm needs; the thinned tests share theirs."""
+        parts = len(LEVELS) - 1 if test == "thinned" else 1
+        return math.log(parts / (SHARES[test] * self.false_alarm_rate))
 
     def _check_vectors(self, vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
             return None
-        if vectors.dim() != 2 or vectors.shape[1] != self._width:
-            raise InputError(f"Expected vectors of shape (N, {self._width}), but got {tuple(vectors.shape)}.")
+        width = len(self.detector.channels)
+        if vectors.dim() != 2 or vectors.shape[1] != width:
+            raise InputError(f"Expected vectors of shape (N, {width}), but got {tuple(vectors.shape)}.")
         if not torch.isfinite(vectors).all():
             raise InputError("Expected finite vectors, but got NaN or Inf. Leave these inputs out.")
         return vectors
@@ -476,57 +377,6 @@ class Monitor:
         calibration, scores = self._calibration(), score_rows(self.detector.scorer, Observation(vectors))
         return Decision(scores, calibration)
 
-    def _watch_vectors(self, vectors: Tensor) -> list[float]:
-        """Add vectors to the open block and return the logarithm of the evidence after each block that this completes."""
-        row, found = 0, []
-        while row < len(vectors):
-            part = vectors[row : row + BLOCK - self._open.count]
-            row += len(part)
-            self._open = self._open + Moments.of(part)
-            if self._open.count == BLOCK:
-                found += self._close_block()
-        return found
-
-    def _close_block(self) -> list[float]:
-        block, profile = self._open, self._baseline()
-        self._open = Moments.empty(len(block.mean))
-        self._blocks.append(block)
-        if len(self._blocks) > self.window // BLOCK:
-            self._blocks.popleft()
-        if profile is None:
-            self._learnt = self._learnt + block
-            return []
-        score = profile.shifts(block).mean().sqrt().item()
-        gains = log_densities(self._block_ranks.p_values([score]))
-        return [float(value) for value in self._block_evidence.update(gains)]
-
-    def _baseline(self) -> HeldOutProfile | None:
-        if self._known is not None and self._known.moments.count >= _FEWEST:
-            return self._known
-        return self._bare(self._learnt) if self._learnt.count >= self.window else None
-
-    def _bare(self, moments: Moments) -> HeldOutProfile:
-        return HeldOutProfile.bare(self.detector.column_layers, moments, len(self.detector.layers))
-
-    def _name_of(self, profile: HeldOutProfile | None) -> str:
-        if profile is None:
-            return "the training data"
-        if profile.moments is self._learnt:
-            return f"the first {self.window} items"
-        return f"the {profile.moments.count:,} held-out examples"
-
-    def _compare(self, latest: list[Moments], profile: HeldOutProfile | None) -> tuple[tuple[LayerShift, ...], int]:
-        window = latest[-1]
-        if window.count < 2:
-            return (), 0
-        certain = window.count >= BLOCK  # means of fewer are not nearly normal
-        names, parts = self.detector.layers, [part for part in latest if part.count >= BLOCK] or [window]
-        if profile is not None:
-            return layer_shifts(names, parts, profile, n_reference=profile.moments.count, certain=certain)
-        # The training data's mean, 0 in these vectors. Fresh data always lies a little off it.
-        bare = self._bare(replace(window, mean=torch.zeros_like(window.mean)))
-        return layer_shifts(names, [window], bare, n_reference=None, certain=certain and self.drift)
-
     def __repr__(self) -> str:
         state = f"drift since item {self._alarm.item}" if self._alarm is not None else "no drift"
-        return f"Monitor({self._n_seen} items, {self._n_ood} OOD, {state})"
+        return f"Monitor({self._n_seen} items, {self._counters.n_ood} OOD, {state})"

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from neuralmean.monitor.checked import MOST, join_ranks, split_ranks, whole
 from neuralmean.stats.betting import WEIGHTS, log_bin_probabilities, log_densities
 from neuralmean.stats.correlation import LEVELS
 from neuralmean.stats.sequential import Evidence, FixedBins, OnlineRanks
@@ -48,7 +49,7 @@ class ItemTests:
             For each level the logarithms of the evidence after each of its items, and for each item what `gains` needs, (N, 3):
             its p-value among all before it, its bin, and the logarithm of the bin's probability.
         """
-        n_before = self.evidence[0].n
+        n_before = self.n
         p_values, ties = self.ranks.rank(scores)
         bins, log_null = self._bins[0].add(scores, ties)
         notes = np.stack([p_values, bins, log_null], axis=1)
@@ -64,22 +65,32 @@ class ItemTests:
         bins = notes[:, 1].astype(np.int64)
         return np.concatenate([log_densities(notes[:, 0]), self._log_expected[bins] - notes[:, 2:]], axis=1)
 
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return what `restore` needs: arrays by name, and JSON values."""
-        arrays, values = self.ranks.state()
-        counts = np.stack([bins.counts for bins in self._bins])
-        return {**arrays, "bins": counts}, {"ranks": values, "evidence": [one.state() for one in self.evidence]}
+    @property
+    def n(self) -> int:
+        """How many items have been tested."""
+        return self.evidence[0].n
 
-    def restore(self, arrays: dict[str, NDArray[Any]], values: dict[str, Any]) -> None:
+    @property
+    def n_bins(self) -> int:
+        """How many bins the reference scores cut."""
+        return len(self._log_expected)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `restore` needs: tensors by name, and JSON values."""
+        tensors, values = split_ranks(self.ranks)
+        tensors["bins"] = torch.from_numpy(np.stack([bins.counts for bins in self._bins]))
+        return tensors, {"ranks": values, "evidence": [one.state() for one in self.evidence]}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Go on as at `state`, bit for bit, given the same reference and seed.
 
         Raises:
-            ValueError: Arrays that no `state` could have returned.
+            ValueError: Values that no `state` could have returned.
         """
-        counts = arrays["bins"]
-        if counts.shape != (len(LEVELS), len(self._bins[0].counts)) or (counts < 0).any() or (counts >= 2**53).any():
+        counts = tensors["bins"].numpy()
+        if counts.shape != (len(LEVELS), len(self._bins[0].counts)) or (counts < 0).any() or (counts >= MOST).any():
             raise ValueError("the bins are not those of the reference")
-        self.ranks = OnlineRanks.restore(arrays, values["ranks"])
+        self.ranks = join_ranks(tensors, values["ranks"], self.ranks)
         for bins, row in zip(self._bins, counts, strict=True):
             bins.counts = row.astype(np.int64)
         shares = [BOTH_WEIGHTS, *(WEIGHTS for _ in LEVELS[1:])]
@@ -95,25 +106,32 @@ class RepeatTest:
 
     Args:
         reference: The scores that the stream is compared with, (n,).
+        width: How many columns a vector has.
     """
 
-    def __init__(self, reference: Floats) -> None:
+    def __init__(self, reference: Floats, width: int) -> None:
+        self._width = width
         self.tolerance = _SAME * float(reference.std()) if len(reference) else 0.0
         self.evidence = Evidence(np.ones(1))
         self.n_repeats = 0  # in a row, up to now
         self.last_score = math.nan
         self.last_vector: Tensor | None = None
 
-    def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> Floats:
-        """Return the logarithm of the evidence after each of the next items, (N,), or minus infinity where too few repeat.
+    def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> tuple[Floats, NDArray[np.int64]]:
+        """Take the next items in.
 
         Args:
             scores: Their scores, which `ranks` has taken in.
             vectors: Their vectors, (N, D), or None.
             ranks: All scores so far.
+
+        Returns:
+            The logarithm of the evidence after each of them, (N,), or minus infinity where too few repeat, and how many times in
+            a row the input had been repeated by then, (N,).
         """
+        counts = np.zeros(len(scores), np.int64)
         if not len(scores):
-            return np.empty(0)
+            return np.empty(0), counts
         before = np.concatenate([[self.last_score], scores[:-1]])
         same = np.abs(scores - before) <= self.tolerance
         if vectors is not None:
@@ -129,18 +147,26 @@ class RepeatTest:
         log_values = self.evidence.update(gains[:, None])
         for row, repeated in enumerate(same):
             self.n_repeats = self.n_repeats + 1 if repeated else 0
-            if self.n_repeats < N_REPEATS:
-                log_values[row] = -math.inf
-        return log_values
+            counts[row] = self.n_repeats
+        log_values[counts < N_REPEATS] = -math.inf
+        return log_values, counts
 
-    def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON values; the last vector is not in it."""
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what `restore` needs: tensors by name, and JSON values."""
         last = None if math.isnan(self.last_score) else self.last_score
-        return {"evidence": self.evidence.state(), "n_repeats": self.n_repeats, "last_score": last}
+        tensors = {} if self.last_vector is None else {"last_vector": self.last_vector.float()}
+        return tensors, {"evidence": self.evidence.state(), "n_repeats": self.n_repeats, "last_score": last}
 
-    def restore(self, values: dict[str, Any], last_vector: Tensor | None) -> None:
-        """Go on as at `state`, bit for bit, given the same reference."""
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Go on as at `state`, bit for bit, given the same reference.
+
+        Raises:
+            ValueError: Values that no `state` could have returned.
+        """
         self.evidence = Evidence.restore(values["evidence"], np.ones(1))
-        self.n_repeats = int(values["n_repeats"])
+        self.n_repeats = whole(values["n_repeats"], "number of repeats")
         self.last_score = math.nan if values["last_score"] is None else float(values["last_score"])
-        self.last_vector = last_vector
+        vector = tensors.get("last_vector")
+        if vector is not None and (vector.shape != (self._width,) or not bool(torch.isfinite(vector).all())):
+            raise ValueError("the last vector is not that of this detector")
+        self.last_vector = vector

@@ -156,6 +156,8 @@ def _sets(inside: SetResult, outside: list[SetResult], info: Mapping[str, Any]) 
                 "marker": index - 1,
                 "count": len(result),
                 "flagged": result.flagged,
+                "n_flagged": result.n_flagged,
+                "most_false": None if index == 0 else result.most_false,
                 "interval": wilson(result.flagged, len(result)),
                 "place": ", ".join(map(str, place)) if isinstance(place, (list, tuple)) else str(place or ""),
             }

@@ -22,11 +22,13 @@ from neuralmean.detector.observed import Observed
 from neuralmean.errors import InputError
 from neuralmean.recording.observer import ChannelStats
 from neuralmean.report.sources import count_images, named_batches
+from neuralmean.stats.false_flags import most_false_flags
 from neuralmean.stats.moments import Moments
 
 GALLERY = 8  # images at each end
 SAMPLE_ROWS = 3200  # 100 batches of 32
 SAMPLE_BYTES = 64 * 2**20
+_CONFIDENCE = 0.95  # of the bound on false flags
 
 Scores = NDArray[np.float64]
 
@@ -52,6 +54,8 @@ class SetResult:
         name: What the set is called.
         scores: Score of each image, shape (N,); higher = more OOD.
         flagged: Share of images above the threshold, 0 to 1.
+        n_flagged: How many these are.
+        most_false: How many of these are in-distribution at the most, 95 % sure; None if rates hold by group.
         parts: Moments of the contributions of each layer and term; None where the scorer has none.
         sample: Rows of up to `SAMPLE_ROWS` random images.
         sample_parts: Contributions of the same images, shape (S, P).
@@ -63,6 +67,8 @@ class SetResult:
     name: str
     scores: Scores
     flagged: float
+    n_flagged: int
+    most_false: int | None
     parts: Moments | None
     part_names: list[str]
     sample: ChannelStats
@@ -113,11 +119,17 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
     if not scores:
         raise InputError(f"Expected at least one image that can be read in {name!r}, but there is none.")
     joined = torch.cat(scores)
+    is_ood, most = joined > threshold, None
+    if calibration.group_of is None:
+        p_values = calibration.p_value(joined).numpy()
+        most = most_false_flags(p_values, len(calibration.scores), calibration.level, _CONFIDENCE)
     kept, kept_parts = sample.rows()
     return SetResult(
         name=name,
         scores=joined.numpy(),
-        flagged=float((joined > threshold).double().mean()),
+        flagged=float(is_ood.double().mean()),
+        n_flagged=int(is_ood.sum()),
+        most_false=most,
         parts=moments,
         part_names=part_names,
         sample=kept,

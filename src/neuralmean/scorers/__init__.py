@@ -1,6 +1,6 @@
 """Scorers: from discrepancy vectors to one number per input, higher = more OOD.
 
-`make_scorer` finds one by name. Each kind has a file of its own.
+`make_scorer` finds one by name. Each kind has a file of its own. `check_scorer` checks one of your own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from neuralmean.errors import InputError
 from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
+from neuralmean.scorers.check import check_scorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -24,6 +25,7 @@ __all__ = [
     "Scorer",
     "TypicalityScorer",
     "VectorScorer",
+    "check_scorer",
     "make_scorer",
 ]
 

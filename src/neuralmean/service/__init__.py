@@ -6,6 +6,7 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     settings    limits and the token, checked
     refusal     what is answered instead of a result: a status and a sentence
     passes      one forward pass: output, decision, vectors, explanation
+    freezing    the compiled graph, made in the background and swapped in once it is checked
     workers     passes share the cores: how many at a time, on how many threads
     batching    requests share forward passes: bounded wait, bounded queue
     protocol    the Open Inference Protocol: JSON and binary tensors to arrays and back
@@ -15,6 +16,10 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     live        what the page shows: latest items, flagged thumbnails, the monitor
     metrics     the same for Prometheus
     describe    sentences and numbers for people: why an input was flagged
+    service     the detector with all of these: made, started, ended
+    verdicts    what is asked about inputs
+    watch       what is asked about the stream
+    pages       the page and the API's description, as files
     gate        what every request passes: host, origin, token, counting, the access log
     logs        lines on stderr: time, level, message; text or JSON
     schema      what the OpenAPI description says of bodies and answers
@@ -76,7 +81,7 @@ def serve(
     weights: str | Path | None = None,
     token: str | None = None,
     token_file: str | Path | None = None,
-    freeze: bool = False,
+    device: str | None = None,
     trust_local_code: bool = False,
     log_format: str = "text",
     grpc_port: int | None = None,
@@ -95,8 +100,7 @@ def serve(
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
-        freeze: Whether to run the model with its norms folded and its weights laid out for the processor, which is faster and
-            changes the last digits: see `Detector.freeze`.
+        device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
         log_format: `text` or `json`: how the lines on stderr look.
         grpc_port: Port for the gRPC form of the protocol; None serves HTTP only. Needs `pip install neuralmean[grpc]`.
@@ -121,7 +125,7 @@ def serve(
             rate=rate,
             model=model,
             weights=weights,
-            freeze=freeze,
+            device=device,
             trust_local_code=trust_local_code,
         )
     )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,10 +28,15 @@ from neuralmean.service.refusal import Refusal, busy
 from neuralmean.service.settings import Settings
 
 T = TypeVar("T")
+Aside = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 SMALL_BYTES = 16 * 2**10
 SMALL_PIXELS = 128**2
 """An image up to here takes less time to decode than to hand to a thread and back."""
+
+
+TOGETHER = 4
+"""The images of a request may have this many times the pixels that one may have: a few bytes unpack to millions."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,15 @@ class NamedBytes:
 
 
 class BodyReader:
-    """Reads bodies and keeps count of the bytes that are held at a time."""
+    """Reads bodies and keeps count of the bytes that are held at a time.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    Args:
+        settings: The limits.
+        aside: Does work on a thread.
+    """
+
+    def __init__(self, settings: Settings, aside: Aside) -> None:
+        self._settings, self._aside = settings, aside
         self._held = 0
 
     @property
@@ -68,14 +79,16 @@ class BodyReader:
         if declared.isascii() and declared.isdigit() and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()
         try:
-            body = await _within(self._settings.timeout_s, self._collect(request, hold))
+            body = await within(self._settings.timeout_s, self._collect(request, hold))
         except (asyncio.TimeoutError, TimeoutError):
             raise Refusal(
                 408, f"Expected the whole body within {self._settings.timeout_s:g} seconds, but it did not come."
             ) from None
-        plain = self._unpack(body, request.headers.get("content-encoding", ""))
-        if plain is not body:
-            self.add(hold, len(plain))
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding in ("", "identity"):
+            return body
+        plain: bytes = await self._aside(partial(self._unpack, body, encoding))
+        self.add(hold, len(plain))
         return plain
 
     def add(self, hold: _Hold, n_bytes: int) -> None:
@@ -97,9 +110,6 @@ class BodyReader:
         return b"".join(chunks)
 
     def _unpack(self, body: bytes, encoding: str) -> bytes:
-        encoding = encoding.strip().lower()
-        if encoding in ("", "identity"):
-            return body
         if encoding not in ("gzip", "deflate"):
             raise Refusal(415, f"Expected a body that is plain, gzip or deflate, but got {encoding[:40]!r}.")
         unpacker = zlib.decompressobj(31 if encoding == "gzip" else 15)
@@ -117,12 +127,15 @@ class BodyReader:
         return Refusal(413, f"Expected a body of at most {self._settings.max_body_bytes} bytes, but it is larger.")
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+async def within(seconds: float, work: Awaitable[T]) -> T:
     """Await something, or raise TimeoutError."""
     if sys.version_info < (3, 11):
         return await asyncio.wait_for(work, seconds)
     async with asyncio.timeout(seconds):  # no task of its own, which would take as long as the reading
-        return await work
+        try:
+            return await work
+        finally:
+            del work  # or an exception would keep it, and all that it holds, until garbage is collected
 
 
 @dataclass
@@ -188,13 +201,21 @@ def decode_images(
         max_bytes: The most that all of them may take once they are prepared.
     """
     images: list[NDArray[np.uint8]] = []
+    n_pixels = 0
     for file in files:
         try:
-            images.append(preprocessing.pixels(decode_image(file.data, max_pixels=max_pixels)))
+            image = decode_image(file.data, max_pixels=max_pixels)
+            n_pixels += image.width * image.height
+            images.append(preprocessing.pixels(image))
         except InputError as error:
             reason = str(error).rstrip(".")
             status = 413 if "more than the limit" in reason or "more pixels" in reason else 400
             raise Refusal(status, f"Expected {file.name!r} to be an image, but {_lower(reason)}.") from None
+        if n_pixels > TOGETHER * max_pixels:
+            raise Refusal(
+                413,
+                f"Expected images of at most {TOGETHER * max_pixels:,} pixels together, but they have more. Send fewer.",
+            )
         if sum(image.nbytes for image in images) > max_bytes:
             raise Refusal(413, f"Expected images of at most {max_bytes} bytes together once unpacked. Send fewer.")
     if len({image.shape for image in images}) == 1:

@@ -25,6 +25,8 @@ from neuralmean.service.settings import Bounds
 log = logging.getLogger("neuralmean.service")
 
 PIECE = 16 * 2**10
+PIPELINED = 16
+"""Most requests that wait on one connection for the answers before theirs: a few bytes each, and kilobytes in Python."""
 SPARE_FILES = 64
 """Descriptors that are left for anything but connections."""
 
@@ -140,6 +142,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Whether the next request is still to come, whole or in part."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
+    def may_be_answered(self) -> bool:
+        """Whether an answer that is written now does not end up in the middle of another, or before one that is due."""
+        return self.waits_for_request() or not (self.pipeline or self.cycle.response_started)
+
     def waits_for_body(self) -> bool:
         """Whether the body of the latest request is still to come."""
         return self.cycle is not None and bool(self.cycle.more_body)
@@ -160,7 +166,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._n_quiet = 0
         self._stop_timer()
-        if len(self.headers) <= self._bounds.headers:
+        if self._refused:
+            return
+        if len(self.pipeline) >= PIPELINED:
+            self._refuse(429, f"Expected at most {PIPELINED} requests ahead of their answers, but got more.")
+        elif len(self.headers) <= self._bounds.headers:
             super().on_headers_complete()
         else:
             self._refuse(431, f"Expected at most {self._bounds.headers} headers, but got more.")
@@ -234,9 +244,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_timer()
-        if self.waits_for_request():  # else it would end up in the middle of an answer
-            self.transport.write(_answer(status, sentence))
         log.info("Refused a connection: %s", sentence, extra={"client": self.address, "status": status})
+        if not self.may_be_answered() and not self.waits_for_body():
+            self.cycle.keep_alive = False  # it is closed after the answers that are due
+            return
+        if self.may_be_answered():
+            self.transport.write(_answer(status, sentence))
         self.transport.close()
 
 

@@ -40,7 +40,8 @@ OPEN_PATHS = frozenset(
 """What may be seen without the token: the page itself holds no data, and load balancers have no token."""
 
 _ASKED_ALL_THE_TIME = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/live"})
-_HEADERS = [(b"x-content-type-options", b"nosniff")]
+_SHOWS = ("/live", "/history")  # inputs, also as pictures
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin")]
 
 
 class Gate:
@@ -94,6 +95,7 @@ class Gate:
                     answer = await handler(request)
                 except Exception as error:  # noqa: BLE001 - what the routes do with it: an answer
                     answer = answer_to(request, error)
+                    error.__traceback__ = None  # its frames hold the body, until garbage is collected
                 await answer(scope, receive, send_on)
             else:
                 await self._app(scope, receive, send_on)
@@ -117,9 +119,8 @@ class Gate:
                 f"Expected the name of this server as `Host`, but got {host[:80]!r}. If it is one, start the server with "
                 "`--allow-host NAME`.",
             )
-        if (scope["method"] not in ("GET", "HEAD") or scope["path"].startswith("/live")) and not self._is_own(
-            found, host
-        ):
+        concerns = scope["method"] not in ("GET", "HEAD") or scope["path"].startswith(_SHOWS)
+        if concerns and not self._is_own(found, host):
             return Refusal(
                 403, "Expected this from the server's own page or a program, but a page of another site asks."
             )

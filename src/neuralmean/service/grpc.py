@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.service.batching import Answer, Batcher, ClientGoneError, Job
+from neuralmean.service.bodies import BodyReader
 from neuralmean.service.protocol import (
     OUTPUTS,
     VERSION,
@@ -84,6 +85,7 @@ class Served(Protocol):
     settings: Settings
     output_shape: tuple[int, ...] | None
     batcher: Batcher | None
+    reader: BodyReader
 
 
 def make_messages() -> dict[str, Any]:
@@ -184,8 +186,10 @@ class GrpcServer:
         async def answer(request: Any, context: Any) -> Any:
             code, sentence = "INTERNAL", "The server failed on this request. Its log says more."
             try:
-                self._check_token(call, dict(context.invocation_metadata() or ()))
-                return await method(request)
+                self._check_token(call, tuple(context.invocation_metadata() or ()))
+                with self._service.reader.holding() as hold:
+                    self._service.reader.add(hold, request.ByteSize())
+                    return await method(request)
             except Refusal as refusal:
                 code, sentence = _CODES.get(refusal.status, "INTERNAL"), refusal.sentence
             except InputError as error:
@@ -198,12 +202,13 @@ class GrpcServer:
 
         return answer
 
-    def _check_token(self, call: str, metadata: Mapping[str, Any]) -> None:
+    def _check_token(self, call: str, metadata: Sequence[tuple[str, Any]]) -> None:
         token = self._service.settings.token
         if token is None or call in OPEN_CALLS:
             return
-        if not is_authorised(str(metadata.get("authorization", "")).encode(), token):
-            raise Refusal(401, "Expected `authorization: Bearer TOKEN` as metadata, but it is missing or wrong.")
+        sent = [str(value).encode() for name, value in metadata if name == "authorization"]
+        if len(sent) != 1 or not is_authorised(sent[0], token):
+            raise Refusal(401, "Expected `authorization: Bearer TOKEN` as metadata, once, but it is missing or wrong.")
 
     def _check_name(self, name: str, version: str) -> None:
         if name != self._service.name or version not in ("", VERSION):

@@ -101,6 +101,11 @@ class History:
         with self._lock:
             self._alarms.append(("begin", time.time(), json.dumps(content)))
 
+    def name_layers(self, layers: Sequence[str]) -> None:
+        """Add to the alarm that is on which layers moved, as it takes some inputs to know."""
+        with self._lock:
+            self._alarms.append(("layers", time.time(), json.dumps(list(layers))))
+
     def end_alarm(self) -> None:
         """Note that the alarm was switched off."""
         with self._lock:
@@ -112,6 +117,11 @@ class History:
         self._wake.set()
         self._thread.join()
         self._connection.close()
+
+    @property
+    def n_waiting(self) -> int:
+        """How many decisions are not yet written."""
+        return len(self._items)
 
     def flush(self) -> None:
         """Write what is waiting now."""
@@ -138,6 +148,11 @@ class History:
                         "INSERT OR IGNORE INTO alarm_pictures SELECT number, ?, png FROM pictures WHERE number = ?",
                         [(added.lastrowid, number) for number in json.loads(content)["examples"]],
                     )
+                elif what == "layers":
+                    latest = "id = (SELECT max(id) FROM alarms WHERE ended IS NULL)"
+                    connection.execute(
+                        f"UPDATE alarms SET content = json_set(content, '$.layers', json(?)) WHERE {latest}", (content,)
+                    )
                 else:
                     connection.execute("UPDATE alarms SET ended = ? WHERE ended IS NULL", (when,))
 
@@ -158,11 +173,18 @@ class History:
             connection.execute("DELETE FROM alarm_pictures WHERE alarm NOT IN (SELECT id FROM alarms)")
             keep = "SELECT number FROM pictures ORDER BY number DESC LIMIT ?"
             connection.execute(f"DELETE FROM pictures WHERE number NOT IN ({keep})", (self.n_pictures,))
-            if self._used() > self.max_bytes:
-                low, high = connection.execute("SELECT min(number), max(number) FROM items").fetchone()
-                if low is not None:
-                    connection.execute("DELETE FROM items WHERE number < ?", (low + max(1, (high - low) // 10),))
-        self._connection.execute("PRAGMA incremental_vacuum(20000)").fetchall()
+        if self._used() > self.max_bytes:
+            self._shrink()
+        self._connection.executescript("PRAGMA incremental_vacuum;")  # `execute` takes one step, which frees one page
+
+    def _shrink(self) -> None:
+        """Delete the oldest decisions until a tenth of the room is free, in small transactions."""
+        while self._used() > 0.9 * self.max_bytes:
+            low, high = self._connection.execute("SELECT min(number), max(number) FROM items").fetchone()
+            if low is None:
+                return
+            with self._connection as connection:
+                connection.execute("DELETE FROM items WHERE number < ?", (low + max(1, (high - low + 1) // 100),))
 
     def _used(self) -> int:
         pages, free, size = (self._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in _SIZES)
@@ -178,7 +200,7 @@ class History:
         """Write what is waiting; a full disk is only logged."""
         try:
             self.flush()
-            if time.monotonic() - self._tidied > _TIDY_S:
+            if time.monotonic() - self._tidied > _TIDY_S or self._used() > self.max_bytes:
                 self.tidy()
                 self._tidied = time.monotonic()
         except sqlite3.Error as error:
@@ -271,6 +293,8 @@ def read_alarms(path: str | Path, *, limit: int = 100) -> list[dict[str, Any]]:
 
 def read_picture(path: str | Path, number: int) -> bytes | None:
     """Return the picture of an item as PNG; None if it is not, or no longer, kept."""
+    if not 0 < number < 2**63:  # SQLite's numbers end there
+        return None
     with _open_to_read(path) as connection:
         both = "SELECT png FROM alarm_pictures WHERE number = ? UNION ALL SELECT png FROM pictures WHERE number = ?"
         row = connection.execute(both, (number, number)).fetchone()

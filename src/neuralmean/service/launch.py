@@ -46,7 +46,7 @@ def load_served(
     rate: float | None = None,
     model: str | None = None,
     weights: str | Path | None = None,
-    freeze: bool = False,
+    device: str | None = None,
     trust_local_code: bool = False,
 ) -> Served:
     """Read a saved detector and build the model that it belongs to.
@@ -57,12 +57,10 @@ def load_served(
         rate: False-alarm rate, instead of that of the fit.
         model: Spec of the model, instead of what the file says.
         weights: Weights of the model, instead of what the file says.
-        freeze: Whether to freeze the detector.
+        device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder.
     """
-    opened = open_saved(path, model=model, weights=weights, rate=rate, trust_local_code=trust_local_code)
-    if freeze:
-        opened.freeze()
+    opened = open_saved(path, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code)
     return Served(opened.detector, opened.preprocessing, name or path.stem)
 
 

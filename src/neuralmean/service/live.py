@@ -132,6 +132,8 @@ class Live:
             )
         elif moved:
             log.warning("Layers that moved, by the last %d inputs: %s.", status.n_compared, names)
+            if self.history is not None:
+                self.history.name_layers(moved)
         # To be named later, unless nothing moves over a whole window.
         self._n_unnamed = 0 if moved else (status.drift_at or 0) + self.monitor.window - status.n_seen
 
@@ -180,6 +182,7 @@ class Live:
         status = asdict(self.monitor.status())
         moved = [layer for layer in status["layers"] if layer["moved"]]
         counts = np.histogram(self.monitor.window_p_values(), bins=20, range=(0, 1))[0]
+        n_flagged, most_false = self.monitor.window_false_flags()
         with self._lock:
             items = [asdict(item) for item in self._items if item.number > since]
             flagged = [asdict(item) for item, _ in reversed(self._flagged)]
@@ -196,6 +199,8 @@ class Live:
                 "n_moved": len(moved),
                 "window": self.monitor.window,
                 "window_p_value_counts": counts.tolist(),
+                "window_n_flagged": n_flagged,
+                "window_most_false": most_false,
                 "guarantee": self.monitor.guarantee,
                 "sentence": None if self.monitor.alarm is None else self.monitor.alarm.sentence,
             },

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from neuralmean.monitor.monitor import P_VALUE_EDGES, Monitor
+from neuralmean.monitor.counters import P_VALUE_EDGES
+from neuralmean.monitor.monitor import Monitor
 from neuralmean.service.batching import Batcher
 
 

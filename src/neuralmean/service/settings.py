@@ -80,6 +80,7 @@ class Settings:
         history_bytes: How large the file may become, about.
         state: File that keeps the monitor's state; None forgets it at the end.
         state_every_s: How often it is written.
+        freeze: Whether to compile the model in the background and use the graph once it is checked; see `Detector.freeze`.
         bounds: What a connection may cost; `serve` keeps to it, another ASGI server has bounds of its own.
     """
 
@@ -103,6 +104,7 @@ class Settings:
     history_bytes: int = 2 * 2**30
     state: str | Path | None = None
     state_every_s: float = 30.0
+    freeze: bool = False
     bounds: Bounds = Bounds()
 
     def __post_init__(self) -> None:

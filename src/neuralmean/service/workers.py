@@ -58,6 +58,10 @@ class Runner:
         self._threads = threads
         self._channels_last = prefers_channels_last(detector.model)
 
+    def freeze(self, like: Detector) -> None:
+        """Run later passes on the graphs of a frozen detector of the same weights."""
+        self._detector.freeze(like=like)
+
     def __call__(self, inputs: Tensor, explain: Tensor | None = None, *, alone: bool) -> Pass:
         """Run a batch; `explain` holds the rows to explain, `alone` says that nothing else runs or waits."""
         _use_threads(self._threads.alone if alone else self._threads.together)

@@ -61,7 +61,7 @@ class Calibration:
         """Calibrate on the scores of held-out in-distribution inputs, shape (n,), in any order.
 
         With `groups`, a label for each score, the rate holds for each group on its own. Groups with fewer examples than the rate
-        needs are pooled, with a warning that names them; if even the pool has too few, all scores stand for it.
+        needs are pooled, with a warning that names them; if even the pool has too few, it is compared with all scores.
 
         More than 10,000 scores are thinned to a random (seeded) 10,000, or as many as the rate needs: small in a file, and a
         random part of an exchangeable whole keeps the guarantee.
@@ -127,16 +127,22 @@ class Calibration:
 
     def warn_of_pool(self) -> None:
         """Warn if some groups have too few examples for a threshold of their own."""
-        if self.pooled:
-            names = ", ".join(repr(name) for name in self.pooled[:10])
-            more = f" and {len(self.pooled) - 10} more" if len(self.pooled) > 10 else ""
-            warnings.warn(
-                f"{len(self.pooled)} of {len(self.group_names)} groups have fewer than "
-                f"{examples_needed(self.false_alarm_rate, self.confidence)} held-out examples and are pooled: {names}{more}. "
-                "The false-alarm rate holds for them together, not for each.",
-                CalibrationWarning,
-                stacklevel=4,
+        if not self.pooled:
+            return
+        needed = examples_needed(self.false_alarm_rate, self.confidence)
+        if len(self.pool.scores) < len(self.scores) or len(self.pooled) == len(self.group_names):
+            holds = "The false-alarm rate holds for them together, not for each."
+        else:
+            holds = (
+                "Together they have fewer as well, so they are compared with the examples of all groups, and the "
+                "false-alarm rate holds over all inputs, not for them."
             )
+        warnings.warn(
+            f"{len(self.pooled)} of {len(self.group_names)} groups have fewer than {needed} held-out examples and are pooled: "
+            f"{_some(self.pooled)}. {holds}",
+            CalibrationWarning,
+            stacklevel=4,
+        )
 
     def parts(self, groups: Sequence[object] | None, count: int) -> list[tuple[Tensor, Calibration]]:
         """Return which rows, as indices, each calibration is for, given the groups of `count` inputs."""
@@ -151,6 +157,14 @@ class Calibration:
         rows: dict[str | None, list[int]] = {}
         for row, label in enumerate(groups):
             rows.setdefault(str(label) if str(label) in self.groups else None, []).append(row)
+        if unknown := {str(groups[row]) for row in rows.get(None, ())} - set(self.group_names):
+            known = "the pooled groups" if len(self.pool.scores) < len(self.scores) else "all held-out examples"
+            warnings.warn(
+                f"{len(unknown)} of the groups had no held-out examples: {_some(sorted(unknown))}. Their inputs are compared "
+                f"with {known}, and the false-alarm rate may not hold for them. Calibrate with examples of them.",
+                CalibrationWarning,
+                stacklevel=4,
+            )
         return [(torch.tensor(found), self.pool if name is None else self.groups[name]) for name, found in rows.items()]
 
     @cached_property
@@ -243,6 +257,12 @@ def _largest_rank(count: int, rate: float, confidence: float) -> int:
     below = np.cumsum(np.exp(logs + ks * math.log(rate) + (count - ks) * math.log1p(-rate)))  # P(successes <= k)
     # The margin is for rounding: `below` adds up to 10,000 numbers.
     return int(np.searchsorted(below, (1 - confidence) * (1 + 1e-12), side="right"))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return up to ten names, and how many there are besides."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(repr(name) for name in names[:10]) + more
 
 
 def _exact(rate: float) -> Fraction:

@@ -17,7 +17,7 @@ def change_interval(log_gains: Floats, weights: Floats, *, probability: float = 
         probability: Of the change to have come within the interval, if one of the bets is right.
 
     Example:
-        >>> change_interval(np.array([[-1.0], [-1.0], [2.0], [2.0], [2.0]]), np.ones(1))
+        >>> change_interval(np.array([[-4.0], [-4.0], [4.0], [4.0], [4.0]]), np.ones(1))
         (2, 2)
     """
     since = np.cumsum(log_gains[::-1], axis=0)[::-1]

@@ -35,6 +35,13 @@ def benjamini_hochberg(p_values: Floats, fdr: float) -> NDArray[np.bool_]:
     return p_values <= ordered[below[-1]] if len(below) else np.zeros(n, bool)
 
 
+def most_false_flags(p_values: Floats, n_held_out: int, level: float, confidence: float) -> int:
+    """Return how many inputs with a p-value of at most `level` are false flags at the most; see `most_false`."""
+    ranks = np.rint(p_values * (n_held_out + 1)).astype(np.int64)
+    flagged = ranks[p_values <= level]
+    return most_false(ranks, n_held_out, int(flagged.max()), confidence) if len(flagged) else 0
+
+
 def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> int:
     r"""Return how many inputs with a rank of at most `rank` are false flags at the most, with a confidence.
 
@@ -50,7 +57,7 @@ def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> in
         confidence: Of the bound.
     """
     grid = _grid(n_held_out)
-    flags = np.array([np.count_nonzero(ranks <= j) for j in grid])
+    flags = np.searchsorted(np.sort(ranks), grid, "right")
     n_flags = int(np.count_nonzero(ranks <= rank))
     n_inliers = len(ranks)
     bounds = np.zeros(len(grid), np.int64)
@@ -71,6 +78,7 @@ def _next(grid: Ints, rank: int) -> NDArray[np.bool_]:
     return marks
 
 
+@lru_cache(maxsize=16)
 def _grid(n_held_out: int) -> Ints:
     """Return ranks from 1 to n, each about a quarter larger than the one before."""
     places: Ints = np.unique(np.rint(np.geomspace(1, n_held_out, 4 * n_held_out.bit_length())).astype(np.int64))

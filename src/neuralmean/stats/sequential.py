@@ -186,10 +186,10 @@ class Evidence:
     capital is spread over K bets with shares :math:`v_k` and over the time s at which the stream may change:
 
     .. math::
-        M_t = T(t) + \sum_k v_k \sum_{s \le t} w_s \prod_{i=s}^{t} f_k(i), \qquad
-        T(t) = (1 + \ln(1 + t))^{-1/2}, \quad w_s = T(s - 1) - T(s)
+        M_t = T(t) + \sum_k v_k \sum_{s \le t} w_s \prod_{i=s}^{t} f_k(i), \qquad w_s = T(s - 1) - T(s)
 
-    so a long quiet time costs little: about :math:`\ln t + \tfrac32 \ln\ln t` of the logarithm, whenever the change comes.
+    with the reserve :math:`T(t) = 0.3\,(1 + \ln(1 + t))^{-1/2} + 0.7\,(1 + t / 300)^{-0.3}`. A long quiet time costs little:
+    :math:`-\ln w_s` is 2.7, 7.4, 9.9, 14.7 and 17.7 after 1, 100, 2,000, :math:`10^5` and :math:`10^6` items.
     Averages of such processes are such processes, so bets against a growing and against a fixed reference share one capital.
 
     Args:
@@ -210,7 +210,7 @@ class Evidence:
     def update(self, log_gains: Floats) -> Floats:
         """Return the logarithm of the capital after each of the next items, (N,), given the gain of each bet, (N, K)."""
         times = self.n + np.arange(len(log_gains) + 1)
-        reserve = (1 + np.log1p(times)) ** -0.5
+        reserve = _reserve(times)
         log_weights = np.log(reserve[:-1] - reserve[1:])
         bets = np.empty_like(log_gains)
         for row, (log_weight, gain) in enumerate(zip(log_weights, log_gains, strict=True)):
@@ -222,9 +222,8 @@ class Evidence:
         return log_values
 
     def _log_values(self, log_bets: Floats, times: NDArray[np.int64]) -> Floats:
-        log_reserve = -0.5 * np.log1p(np.log1p(times))
         bets: Floats = np.logaddexp.reduce(log_bets + self._log_shares, axis=1)
-        values: Floats = np.logaddexp(log_reserve, bets)
+        values: Floats = np.logaddexp(np.log(_reserve(times)), bets)
         return values
 
     def state(self) -> dict[str, Any]:
@@ -248,3 +247,9 @@ class Evidence:
                 raise ValueError("the evidence is not that of this version")
             evidence._log_bets = bets
         return evidence
+
+
+def _reserve(times: NDArray[np.int64]) -> Floats:
+    """Return the share of the capital that is not yet bet after so many items; it falls from 1 to 0."""
+    reserve: Floats = 0.3 * (1 + np.log1p(times)) ** -0.5 + 0.7 * (1 + times / 300) ** -0.3
+    return reserve

@@ -84,7 +84,8 @@ def make(name: str) -> Method:
     """Return a new method.
 
     Args:
-        name: One of `names()`, or `package.module:Class` for a subclass of `Method` of the user's own.
+        name: One of `names()`, or `package.module:Class` for a class of the user's own: a subclass of `Method`, or a scorer
+            with `fit` and `score`, as `Detector(scorer=...)` takes it.
 
     Raises:
         InputError: No such method.
@@ -94,7 +95,7 @@ def make(name: str) -> Method:
         'MSP'
     """
     if ":" in name:
-        return _own_class(name)()
+        return _own(name)
     makers = _makers()
     if name not in makers:
         raise InputError(f"Expected the name of a method, but got {name!r}. {suggestion(name, makers)}")
@@ -121,8 +122,8 @@ def resolve(wanted: list[str] | None, offered: list[str] | tuple[str, ...]) -> l
     return [*(name for name in there if name in chosen or name in quick), *own]
 
 
-def _own_class(spec: str) -> type[Method]:
-    """Return the class that `package.module:Class` names."""
+def _own(spec: str) -> Method:
+    """Return a new method of the class that `package.module:Class` names."""
     module_name, _, name = spec.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
@@ -134,9 +135,11 @@ def _own_class(spec: str) -> type[Method]:
             f"Expected to import {module_name!r} for the method {spec!r}, but got {type(error).__name__}: {error}. "
             "Install the package, or run this in the folder that holds it."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise InputError(
-            f"Expected {spec!r} to be a subclass of `neuralmean.bench.baselines.Method`, but it is "
-            f"{'missing' if found is None else repr(found)}."
-        )
-    return found
+    if isinstance(found, type) and issubclass(found, Method):
+        return found()
+    if isinstance(found, type) and callable(getattr(found, "fit", None)) and callable(getattr(found, "score", None)):
+        return NeuralMean(found)
+    raise InputError(
+        f"Expected {spec!r} to be a subclass of `neuralmean.bench.baselines.Method` or a class with `fit` and `score`, but it "
+        f"is {'missing' if found is None else repr(found)}."
+    )

@@ -191,6 +191,7 @@ class Method:
         heavy: Whether a fit takes minutes rather than seconds.
         n_terms: Where the terms of a score are studied, how many: `score` then returns them, (N, n_terms); else 0.
         version: Raise it when scores or what they cost change, so that kept ones are not used.
+        defined_by: A class of the user's own that the method runs; None where it is the method itself.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Method:
     heavy: bool = False
     n_terms: int = 0
     version: int = 1
+    defined_by: type | None = None
 
     def fit(self, context: Context) -> None:
         """Learn from what the protocol gives; nothing, unless a method says otherwise."""

@@ -14,12 +14,14 @@ class Knn(FeatureDetector):
     .. math::
         s(x) = \lVert z - z_{(k)} \rVert_2, \quad z = h(x) / \lVert h(x) \rVert_2
 
-    The paper takes k = 50 of 50,000 images for CIFAR-10 and 200 for CIFAR-100, and k in proportion where only a part of
-    the images is used; so does this, but not below 5, where there are as many.
+    The paper takes k = 50 of 50,000 images for CIFAR-10, 200 of them for CIFAR-100 and 1,000 of 1.28 million for ImageNet,
+    and k in proportion where only a part of the images is used. So does this, but not below 5, or as many as there are
+    images of a class: the sixth neighbour of one image per class is of another class.
     """
 
     name = "knn"
     title = "KNN"
+    version = 2
     paper = "Sun et al., Out-of-Distribution Detection with Deep Nearest Neighbors, ICML 2022"
 
     def make(self, context: Context) -> Any:
@@ -31,8 +33,11 @@ def neighbours(images: int, classes: int) -> int:
     """Return k.
 
     Example:
-        >>> neighbours(50_000, 10), neighbours(50_000, 100), neighbours(25, 10)
-        (50, 200, 5)
+        >>> [neighbours(50_000, 10), neighbours(50_000, 100), neighbours(1_281_167, 1000)]
+        [50, 200, 1000]
+        >>> neighbours(600, 10), neighbours(1000, 1000)
+        (5, 1)
     """
-    per_image = 200 / 50_000 if classes >= 100 else 50 / 50_000
-    return max(min(5, images), round(images * per_image))
+    share = 1000 / 1_281_167 if classes >= 1000 else 200 / 50_000 if classes >= 100 else 50 / 50_000
+    least = max(1, min(5, images // max(1, classes)))
+    return max(least, round(images * share))

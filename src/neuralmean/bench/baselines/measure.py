@@ -78,6 +78,7 @@ def metered(model: nn.Module) -> Generator[Stopwatch]:
         if args and isinstance(args[0], Tensor):
             watch.meter.count(len(args[0]))
 
+    memory.release_freed()  # blocks that an earlier method freed would hide what this one takes
     base = memory.resident() if memory.reset_peak() else None
     handle = model.register_forward_pre_hook(count)
     begun = time.perf_counter()

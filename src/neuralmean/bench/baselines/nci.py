@@ -14,7 +14,7 @@ from neuralmean.errors import NotFittedError
 from neuralmean.stats.metrics import evaluate
 
 ALPHAS = (0.0, 0.0001, 0.001, 0.01, 0.1)
-USUAL = 0.001
+USUAL = 0.0001  # of the authors' configuration in OpenOOD
 
 
 class Nci(Method):
@@ -24,7 +24,7 @@ class Nci(Method):
         s(x) = -\frac{w_{\hat k} \cdot (h(x) - \mu)}{\lVert h(x) - \mu \rVert_2} - \alpha \lVert h(x) \rVert_1
 
     The authors choose :math:`\alpha` by validation. So does this where the protocol gives OOD images: by AUROC on at most
-    1,000 images of each kind. Otherwise it is 0.001.
+    1,000 images of each kind. Otherwise it is 0.0001.
     """
 
     name = "nci"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from neuralmean.bench.baselines.base import Context, Method, Read, View
@@ -10,6 +12,7 @@ from neuralmean.errors import NotFittedError
 from neuralmean.models.layers import has_running_mean, select_layers
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
+from neuralmean.scorers.base import JSON
 from neuralmean.scorers.contract import fit_scorer, needs_of, score_rows
 from neuralmean.stats.discrepancy import Statistic, discrepancy, scale_of
 from neuralmean.stats.moments import Moments
@@ -30,17 +33,21 @@ class NeuralMean(Method):
     the in-distribution images of the fit (Eq. 4). With such buffers and a scorer that learns nothing, no image is used.
 
     Args:
-        scorer: Name of the scorer.
+        scorer: Name of the scorer, or a class of the user's own with `fit` and `score`, as `Detector(scorer=...)` takes it.
         statistic: `"mean"` (NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
     """
 
     paper = PAPER
 
-    def __init__(self, scorer: str, *, statistic: Statistic = "mean") -> None:
+    def __init__(self, scorer: str | type[Scorer], *, statistic: Statistic = "mean") -> None:
         self._kind = scorer
-        self._scorer: Scorer = make_scorer(scorer)
+        self._scorer = self._new(None)
         self._statistic = statistic
-        name, title = _TITLES.get(scorer, (f"ours-{scorer}", f"Ours ({scorer})"))
+        if isinstance(scorer, str):
+            name, title = _TITLES.get(scorer, (f"ours-{scorer}", f"Ours ({scorer})"))
+        else:
+            name, title = f"{scorer.__module__}:{scorer.__qualname__}", scorer.__name__
+            self.defined_by = scorer
         self.name, self.title = name, title
         if statistic != "mean":
             suffix = {"variance": "nvd", "both": "nmd+nvd"}[statistic]
@@ -71,7 +78,7 @@ class NeuralMean(Method):
             self._scale = Moments.of(self._raw(context.inliers))
         outliers = None if context.outliers is None else self._observe(context.outliers)
         options = {"seed": context.seed} if "seed" in getattr(self._scorer, "options", ()) else None
-        self._scorer = make_scorer(self._kind, options)
+        self._scorer = self._new(options)
         fit_scorer(self._scorer, self._observe(context.inliers), outliers)
 
     def score(self, examples: View) -> Tensor:
@@ -81,6 +88,9 @@ class NeuralMean(Method):
     def learns_from_inliers(self, trained: TrainedModel) -> bool:
         """Whether `fit` uses in-distribution images: to learn, or for want of buffers."""
         return self._learns or _names_with_buffers(trained.model) is None
+
+    def _new(self, options: Mapping[str, JSON] | None) -> Scorer:
+        return make_scorer(self._kind, options) if isinstance(self._kind, str) else self._kind(**(options or {}))
 
     def _make_reference(self, context: Context) -> Reference:
         view, names = context.inliers, _names_with_buffers(context.model)

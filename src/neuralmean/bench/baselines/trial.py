@@ -131,10 +131,11 @@ def _own_source(method: Method) -> str | None:
     """Return the source of a method of the user's own, so that an edit of it makes kept scores unknown."""
     import inspect
 
-    if type(method).__module__.partition(".")[0] == "neuralmean":
+    kind = method.defined_by or type(method)
+    if kind.__module__.partition(".")[0] == "neuralmean":
         return None
     try:
-        return inspect.getsource(inspect.getmodule(type(method)) or type(method))
+        return inspect.getsource(inspect.getmodule(kind) or kind)
     except (OSError, TypeError):
         return None
 

@@ -224,8 +224,8 @@ _SETS = (
         10_000,
         archive="avgm2u562itwpkl/Imagenet.tar.gz",
         md5="7c0827e4246c3718a5ee076e999e52e5",
-        folders=("Imagenet", "Imagenet_crop", "imagenet_crop", "ImageNet-C", "TinyImagenet_crop"),
-        aliases=("imagenet-c", "tinyimagenet-crop", "tiny-imagenet-crop"),
+        folders=("Imagenet", "Imagenet_crop", "imagenet_crop", "TinyImagenet_crop"),
+        aliases=("tinyimagenet-crop", "tiny-imagenet-crop"),
     ),
     _odin(
         "imagenet-resize",
@@ -233,8 +233,8 @@ _SETS = (
         10_000,
         archive="kp3my3412u5k9rl/Imagenet_resize.tar.gz",
         md5="0f9ff11d45babf2eff5fe12281d1ac31",
-        folders=("Imagenet_resize", "imagenet_resize", "ImageNet-R", "TinyImagenet_resize"),
-        aliases=("imagenet-r", "tinyimagenet-resize", "tiny-imagenet-resize"),
+        folders=("Imagenet_resize", "imagenet_resize", "TinyImagenet_resize"),
+        aliases=("tinyimagenet-resize", "tiny-imagenet-resize"),
     ),
     _odin(
         "lsun-crop",
@@ -314,10 +314,12 @@ def names() -> list[str]:
 
 
 def dataset(name: str) -> DataSet:
-    """Look a set up by its name, by the paper's name for it, or by another usual one.
+    """Look a set up by its name or by another usual one.
+
+    The paper's "ImageNet-C" and "ImageNet-R" are not among them: today these mean corrupted and rendered images.
 
     Example:
-        >>> dataset("ImageNet-C").name, dataset("CIFAR-10").name
+        >>> dataset("TinyImageNet-crop").name, dataset("CIFAR-10").name
         ('imagenet-crop', 'cifar10')
     """
     key = name.lower().replace("_", "-")

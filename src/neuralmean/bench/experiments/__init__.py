@@ -22,6 +22,7 @@ from neuralmean.bench.experiments.latency import Latency
 from neuralmean.bench.experiments.layers import Layers
 from neuralmean.bench.experiments.methods import Methods
 from neuralmean.bench.experiments.more_datasets import MoreDatasets
+from neuralmean.bench.experiments.own import Own
 from neuralmean.bench.experiments.readings import Readings
 from neuralmean.bench.experiments.sample_size import SampleSize
 from neuralmean.bench.experiments.statistical import Statistical
@@ -55,6 +56,7 @@ _EXPERIMENTS: dict[str, Experiment] = {
         SampleSize(),
         FalseAlarms(),
         Readings(),
+        Own(),
     )
 }
 
@@ -109,9 +111,9 @@ def available(data_root: Path | str, weights_root: Path | str) -> list[Availabil
 def run(
     names: Sequence[str] | None = None,
     *,
-    data: Path | str,
-    weights: Path | str,
     out: Path | str,
+    data: Path | str = "data",
+    weights: Path | str = "weights",
     cache: Path | str | None = None,
     limit: int | None = None,
     seed: int = 0,
@@ -127,9 +129,9 @@ def run(
 
     Args:
         names: Experiments; None for all that data and weights allow.
-        data: Folder of the image sets.
-        weights: Folder of the weights.
         out: The results file, written anew after every fit.
+        data: Folder of the image sets; need not exist where `oods` has some.
+        weights: Folder of the weights; need not exist where `models` has specs.
         cache: Folder of features and scores; None puts it next to `out`.
         limit: At most so many images of every set, for a quick look.
         seed: Seed of draws and fits.
@@ -137,7 +139,7 @@ def run(
         models: Models to run, all if empty: names of architectures or installed models, or specs such as
             `timm:resnet50@FILE` and `package.module:build`.
         oods: OOD sets of the user's own, by name: folders of pictures, `.npz` or `.npy` files.
-        id_set: The set that models given as specs were trained on.
+        id_set: The set that models given as specs were trained on, a known one or one of `oods`.
         again: Whether rows that are there are made again.
         jobs: Processes to share the work; two on two cores are a third faster than one with two threads.
         announce: Called with a line of text for each case, such as "few-shot: ResNet-56 on CIFAR-10 (3 of 25)".

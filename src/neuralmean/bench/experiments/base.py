@@ -30,8 +30,9 @@ class Case:
         return f"{titles.of_model(self.model)} on {titles.of_set(self.id)}"
 
     def present(self, inputs: Inputs) -> tuple[str, ...]:
-        """The OOD sets of the case that are there."""
-        return tuple(name for name in self.oods if inputs.has_set(name))
+        """The OOD sets of the case that are there, and those of the user's own."""
+        own = (name for name in inputs.own_sets if name != self.id and name not in self.oods)
+        return (*(name for name in self.oods if inputs.has_set(name)), *own)
 
     def missing(self, inputs: Inputs) -> list[str]:
         """What keeps the case from being run at all; empty when it can be."""

@@ -69,7 +69,8 @@ class ImageNet(Experiment):
         """Fit every method on the train photos and judge it by half of the others."""
         inside, outside = self._judged(bench, case)
         judged = [EvalSet(one if bench.limit is None else one.limit(bench.limit)) for one in (inside, *outside)]
-        inliers = FitSet.of(bench.inputs.fit_part(case.id, case.model), apart_from=judged)
+        photos = bench.inputs.fit_part(case.id, case.model)
+        inliers = FitSet.of(photos if bench.limit is None else photos.limit(bench.limit), apart_from=judged)
         facts = {"experiment": self.name, "model": case.model, "id": case.id}
         for method in bench.methods(self.methods):
             bench.compare(facts, method, protocols.id_only(inliers, seed=bench.seed), judged[0], judged[1:])

@@ -24,8 +24,9 @@ class Inputs:
     """The available sets and models.
 
     Args:
-        data_root: Folder of the image sets.
-        weights_root: Folder of weights, safetensors files that name architecture and data set.
+        data_root: Folder of the image sets; need not exist where `sets` has some.
+        weights_root: Folder of weights, safetensors files that name architecture and data set; need not exist where
+            `chosen` has specs.
         chosen: Models to use, all if empty: names of architectures or of installed models, or specs such as
             `timm:resnet50@resnet50.safetensors` and `package.module:build`.
         sets: Image sets of the user's own, by name: a folder of pictures, an `.npz` or an `.npy` file, or a folder with
@@ -43,8 +44,9 @@ class Inputs:
         id_set: str | None = None,
     ) -> None:
         self.data_root, self.weights_root = Path(data_root), Path(weights_root)
-        for folder, what in ((self.data_root, "data"), (self.weights_root, "weights")):
-            if not folder.is_dir():
+        own_models = any(":" in one for one in chosen)
+        for folder, what, replaced in ((self.data_root, "data", sets), (self.weights_root, "weights", own_models)):
+            if not folder.is_dir() and not replaced:
                 raise InputError(
                     f"Expected the {what} folder {str(folder)!r} to exist, but it does not. Name the folder of your {what}."
                 )
@@ -74,7 +76,9 @@ class Inputs:
         """Whether all parts of a set that an experiment needs are there."""
         if name in self.own_sets:
             return True
-        return all(data.locate(name, split, self.data_root) is not None for split in data.dataset(name).counts)
+        return self.data_root.is_dir() and all(
+            data.locate(name, split, self.data_root) is not None for split in data.dataset(name).counts
+        )
 
     def has_model(self, model: str, inside: str) -> bool:
         """Whether a model trained on the set `inside` is there."""

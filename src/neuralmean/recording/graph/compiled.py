@@ -6,6 +6,7 @@ A package is code. It is loaded from the user's own cache and from nowhere else.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -13,6 +14,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,33 +32,51 @@ Graph = Callable[[Sequence[Tensor]], list[Tensor]]
 
 N_RUNNERS = 4
 """How many threads may run one graph at a time; more wait."""
+N_KEPT = 32
+"""Packages in the cache; beyond that, those that were not used for longest go."""
 LONGEST_S = 1800
 
-# Freezing folds norms into convolutions; the number of threads is the caller's when a graph runs, not when it is compiled.
+# Freezing folds norms into convolutions. How many threads a graph uses is decided when it runs, not when it is compiled.
 _CHILD = """
-import sys, torch
-torch.set_num_threads(int(sys.argv[3]))
-program = torch.export.load(sys.argv[1])
-options = {"freezing": True, "cpp.dynamic_threads": True}
-with torch.no_grad():
-    torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[2], inductor_configs=options)
+import json, os, sys, threading, time, torch
+def watch(parent):  # nobody waits for what is compiled once the process that asked has gone
+    while os.getppid() == parent: time.sleep(1)
+    os._exit(1)
+threading.Thread(target=watch, args=[os.getppid()], daemon=True).start()
+torch.set_num_threads(os.cpu_count() or 1)
+options = {"freezing": True, "cpp.dynamic_threads": True, "aot_inductor.metadata": json.load(open(sys.argv[1]))}
+for folder in sys.argv[2:]:
+    program = torch.export.load(os.path.join(folder, "program.pt2"))
+    made = os.path.join(folder, "package.pt2")
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=made, inductor_configs=options)
 """
 
 
-def compile_program(program: ExportedProgram, weights: str) -> Graph:
-    """Return a program as compiled code, from the cache or else compiled now.
+def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[Graph]:
+    """Return programs as compiled code, from the cache or else compiled now.
 
     Args:
-        program: What `capture` returned.
-        weights: Digest of the weights in it.
+        programs: What `capture` returned.
+        weights: Digest of the weights in them.
 
     Raises:
         InputError: There is no C++ compiler, or it failed; the message is the reason.
     """
-    package = cache_folder() / f"{_key(program, weights)}.pt2"
-    if not package.is_file():
-        _compile(program, package)
-    return _load(package)
+    folder = cache_folder()
+    packages = [folder / f"{_key(program, weights)}.pt2" for program in programs]
+    if not all(package.is_file() for package in packages):
+        for left in folder.glob("tmp*"):  # of a process that was killed
+            if time.time() - left.stat().st_mtime > 2 * LONGEST_S:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            for new, package in zip(compile_packages(programs, Path(made)), packages, strict=True):
+                new.replace(package)
+        for old in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-N_KEPT]:
+            old.unlink(missing_ok=True)
+    for package in packages:
+        os.utime(package)
+    return [_load(package) for package in packages]
 
 
 def cache_folder() -> Path:
@@ -71,7 +92,10 @@ def cache_folder() -> Path:
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "neuralmean" / "graphs"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(f"the cache folder {str(folder)!r} cannot be made ({error.strerror})") from error
     if hasattr(os, "getuid"):
         found = folder.lstat()
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -90,18 +114,37 @@ def check_compiler() -> None:
         )
 
 
-def _compile(program: ExportedProgram, package: Path) -> None:
+def compile_packages(
+    programs: Sequence[ExportedProgram], folder: Path, metadata: dict[str, str] | None = None
+) -> list[Path]:
+    """Compile programs, all in one process, and return the packages, files below `folder`.
+
+    Args:
+        programs: What `capture` returned.
+        folder: A folder that nobody else uses, for what the compiler writes.
+        metadata: Text to keep in the packages.
+
+    Raises:
+        InputError: There is no C++ compiler, or it failed; the message is the reason.
+    """
     check_compiler()
-    with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-        source, made = Path(folder) / "program.pt2", Path(folder) / "package.pt2"
-        torch.export.save(program, source)
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")}
-        command = [sys.executable, "-c", _CHILD, str(source), str(made), str(torch.get_num_threads())]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S)
-        if done.returncode or not made.is_file():
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise InputError(f"torch's compiler failed ({lines[-1][:200].rstrip('.')})")
-        made.replace(package)
+    parts = [folder / str(index) for index in range(len(programs))]
+    for part, program in zip(parts, programs, strict=True):
+        part.mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of tensors that share memory, which it saves all the same
+            torch.export.save(program, part / "program.pt2")
+    written = folder / "metadata.json"
+    written.write_text(json.dumps(metadata or {}))
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    environment.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-c", _CHILD, str(written), *map(str, parts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+    packages = [part / "package.pt2" for part in parts]
+    if done.returncode or not all(package.is_file() for package in packages):
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise InputError(f"torch's compiler failed ({lines[-1][:200].rstrip('.')})")
+    return packages
 
 
 def _load(package: Path) -> Graph:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,15 @@ from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError
 from neuralmean.models.execution import device_of, is_compiled, shared_copy
 from neuralmean.models.layers import unwrap
-from neuralmean.recording.graph.capture import capture, state_of
-from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_program
-from neuralmean.recording.graph.split_means import split_means
+from neuralmean.recording.graph.capture import capture
+from neuralmean.recording.graph.checks import SEVERAL, are_close, check_repeats, noise, odd_inputs
+from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_programs
 from neuralmean.recording.module import RecordingModule
 from neuralmean.recording.observer import ChannelStats, Observer
 from neuralmean.recording.result import Exits
 
-_SIZES = (1, 2, 3, 5, 17)  # of the batches that numbers are compared on
-_SEVERAL = 8  # inputs, for the time of a batch
 _ROUNDS = 7
 _FASTER = 0.97  # of the model's time at most
-_RELATIVE, _ABSOLUTE = 1e-4, 1e-5
 
 
 class FlatRecording(nn.Module):
@@ -71,7 +69,8 @@ class FrozenGraphs:
 class FrozenObserver(Observer):
     """An observer that runs graphs where the inputs are like those they were made for, and the model elsewhere.
 
-    The model runs, too, once a layer was added, replaced or removed, or it was moved to another device.
+    The model also runs once a layer was added, replaced or removed, or the model moved to another device, and in a process that
+    was forked from this one: the threads of a graph do not live there.
 
     Args:
         observer: The observer of the model; its head has been looked for already.
@@ -80,7 +79,7 @@ class FrozenObserver(Observer):
 
     def __init__(self, observer: Observer, graphs: FrozenGraphs) -> None:
         self.layers, self.recorder, self._head_is_open = observer.layers, observer.recorder, False
-        self.graphs, self._modules = graphs, self.recorder.modules
+        self.graphs, self._modules, self._process = graphs, self.recorder.modules, os.getpid()
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, ChannelStats]:
         """Return the model's output for a batch and the rows of it; see `Observer.observe`."""
@@ -98,7 +97,7 @@ class FrozenObserver(Observer):
         x, modules = batch.args[0], self.recorder.modules
         fits = type(x) is Tensor and x.dtype is torch.float32 and x.shape[1:] == self.graphs.shape
         fits = fits and x.device.type == "cpu" and not x.requires_grad and not torch.is_autocast_enabled("cpu")
-        fits = fits and modules is self._modules and device_of(modules).type == "cpu"
+        fits = fits and modules is self._modules and device_of(modules).type == "cpu" and os.getpid() == self._process
         return self.graphs.for_size(len(x)) if fits else None
 
     def read(self, found: list[Tensor]) -> tuple[Any, ChannelStats]:
@@ -108,7 +107,7 @@ class FrozenObserver(Observer):
         means, *rest = found[n_leaves:]
         variances = rest.pop(0) if self.recorder.variance else None
         feature, logits = (rest[0], rest[1] if len(rest) > 1 else None) if rest else (None, None)
-        return output, ChannelStats(means, variances, logits, feature)
+        return output, ChannelStats(means, variances, logits, feature, batch.lengths)
 
 
 def freeze(observer: Observer, batch: Batch, weights: str) -> FrozenGraphs:
@@ -141,51 +140,21 @@ def _freeze(observer: Observer, core: nn.Module, batch: Batch, weights: str) -> 
     check_compiler()
     if is_compiled(observer.recorder.model):
         observer = observer.on(shared_copy(core))
-    spec = _run_twice(observer, core, x)
+    check_repeats(core, lambda: observer.observe(Batch((x[:2].clone(),)))[0])
     with torch.no_grad():
+        leaves, spec = pytree.tree_flatten(observer.observe(Batch((x[:2].clone(),)))[0])
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise InputError("its output holds something else than tensors")
         module = FlatRecording(observer)
-        single = _compile(module, _noise(1, x), weights, any_size=False)
-        several = _compile(module, _noise(3, x), weights, any_size=True)
+        programs = [capture(module, [noise(size, x)], any_size=size > 1) for size in (1, 3)]
+        single, several = compile_programs(programs, weights)
         frozen = FrozenObserver(observer, FrozenGraphs(single, several, x.shape[1:], spec))
-        for inputs in _odd_inputs(x):
+        for inputs in odd_inputs(x):
             _compare(observer, frozen, inputs)
-        kept = [_faster(observer, frozen, _noise(n, x), graph) for n, graph in ((1, single), (_SEVERAL, several))]
+        kept = [_faster(observer, frozen, noise(n, x), graph) for n, graph in ((1, single), (SEVERAL, several))]
     if kept == [None, None]:
         raise InputError("a compiled graph of it is not faster")
     return FrozenGraphs(kept[0], kept[1], x.shape[1:], spec)
-
-
-def _run_twice(observer: Observer, core: nn.Module, x: Tensor) -> Any:
-    """Return how the model's output is put together, after making sure that passes leave nothing behind."""
-    with torch.no_grad():
-        observer.observe(Batch((x[:2].clone(),)))  # what the first pass of all sets up is no harm
-        before = state_of(core)
-        output, _ = observer.observe(Batch((x[:2].clone(),)))
-        if state_of(core) != before:
-            raise InputError("a pass changes what the model keeps in Python or in a buffer")
-    leaves, spec = pytree.tree_flatten(output)
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        raise InputError("its output holds something else than tensors")
-    return spec
-
-
-def _compile(module: nn.Module, x: Tensor, weights: str, *, any_size: bool) -> Graph:
-    program = capture(module, [x], any_size=any_size)
-    split_means(program.graph)
-    program.graph.eliminate_dead_code()
-    return compile_program(program, weights)
-
-
-def _noise(size: int, x: Tensor) -> Tensor:
-    return torch.randn(size, *x.shape[1:], generator=torch.Generator().manual_seed(size))
-
-
-def _odd_inputs(x: Tensor) -> Iterator[Tensor]:
-    yield x[:_SEVERAL]
-    yield x[:1]
-    for size in _SIZES:
-        noise = _noise(size, x)
-        yield from (noise, torch.zeros_like(noise), 50 * noise, noise.abs(), -noise.abs())
 
 
 def _compare(observer: Observer, frozen: FrozenObserver, x: Tensor) -> None:
@@ -196,18 +165,8 @@ def _compare(observer: Observer, frozen: FrozenObserver, x: Tensor) -> None:
     found, others = frozen.observe(Batch((x.clone(),)))
     pairs = list(zip(pytree.tree_flatten(expected)[0], pytree.tree_flatten(found)[0], strict=True))
     pairs += [(getattr(rows, part), getattr(others, part)) for part in ("means", "variances", "logits", "feature")]
-    for one, other in pairs:
-        if one is None and other is None:
-            continue
-        if one is None or other is None or one.shape != other.shape or not _are_close(one, other):
-            raise InputError("the graph does not give the model's numbers")
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    largest = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
-    return torch.allclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE * max(1.0, largest), equal_nan=True)
+    if not all(are_close(*pair) for pair in pairs):
+        raise InputError("the graph does not give the model's numbers")
 
 
 def _faster(observer: Observer, frozen: FrozenObserver, x: Tensor, graph: Graph) -> Graph | None:

@@ -153,7 +153,8 @@ function drawPValues(monitor) {
 function showMonitor(monitor) {
   byId("n-seen").textContent = count(monitor.n_seen);
   byId("rate").textContent = monitor.window_ood_rate === null ? "–" : percent(monitor.window_ood_rate);
-  byId("rate-text").textContent = `of the last ${count(monitor.n_window)}; ${percent(monitor.expected_ood_rate)} is usual`;
+  byId("rate-text").textContent = `of the last ${count(monitor.n_window)}; ${percent(monitor.expected_ood_rate)} is usual` +
+    (monitor.window_most_false === null || !monitor.window_n_flagged ? "" : `. At most ${count(monitor.window_most_false)} of these ${count(monitor.window_n_flagged)} flags are false, 95\u00a0% sure`);
   byId("evidence").textContent = odds(monitor.log10_evidence);
   byId("evidence-text").textContent = `against “nothing has changed”; alarm at ${odds(monitor.log10_needed)}` + (monitor.every > 1 ? `. Neighbouring inputs resemble each other: one in ${monitor.every} is used` : "");
   byId("meter").style.width = `${Math.max(0, Math.min(100, (100 * monitor.log10_evidence) / monitor.log10_needed))}%`;
@@ -174,6 +175,8 @@ function showMonitor(monitor) {
     setText(byId("drift-text"), `${monitor.sentence} Noticed at input ${count(monitor.drift_at)}${when}, by ${how}. It began ${since}; ` +
       `${count(alarm.n_flagged)} of the ${count(alarm.n_since)} inputs until the alarm were flagged.` + (moved.length ? ` Layers that moved most: ${moved.join(", ")}.` : ""));
   }
+  byId("reference").hidden = monitor.reference === "held-out data";
+  setText(byId("reference-text"), `The stream is compared with ${monitor.reference}.`);
   drawPValues(monitor);
   showLayers(monitor);
 }
@@ -253,8 +256,8 @@ async function poll() {
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 
-for (const name of ["reset", "accept"]) byId(name).addEventListener("click", async () => {
-  try { await askJson(`/live/${name}`, { method: "POST" }); byId("file").focus(); await poll(); } catch (error) { setText(byId("drift-text"), error.message); }
+for (const name of ["reset", "accept", "revert"]) byId(name).addEventListener("click", async () => {
+  try { await askJson(`/live/${name}`, { method: "POST" }); byId("file").focus(); await poll(); } catch (error) { setText(byId(name === "revert" ? "reference-text" : "drift-text"), error.message); }
 });
 
 // ---- the history

@@ -1,0 +1,116 @@
+"""Compares what a written graph returns with what the library says, before the file is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from neuralmean.data.batch import Batch, to_batches
+from neuralmean.detector.decision import Decision
+from neuralmean.errors import InputError
+from neuralmean.recording.graph.checks import are_close, noise, odd_inputs
+
+if TYPE_CHECKING:
+    from neuralmean.detector.detector import Detector
+
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+SCORE_TOLERANCE = 1e-3
+"""How far a score may be off; of scores beyond 10, a ten-thousandth."""
+BORDERLINE = 1e-4
+"""How near the threshold a score may lie on the other side."""
+_OUTPUT_TOLERANCE = 1e-4
+_SIZES = (1, 2, 8)
+
+
+def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Batch, data: Any, where: str) -> int:
+    """Run a written graph on images and compare it with the library; return on how many inputs.
+
+    Args:
+        detector: What was written.
+        run: Runs the graph on its inputs.
+        names: Of the graph's outputs; the last three are score, p-value and decision.
+        example: An example of the inputs.
+        data: The inputs to compare on; None takes noise, natural-looking images and odd inputs.
+        where: What runs the graph, for the error message.
+
+    Raises:
+        InputError: An output differs; the message names it.
+    """
+    batches: Iterable[Batch] = _made(example) if data is None else to_batches(data, name="check", batch_size=32)
+    compared = 0
+    for batch in batches:
+        try:
+            seen = next(iter(detector.observe_each([batch.each(Tensor.clone)])))
+        except InputError:  # not finite, which the library refuses
+            if data is not None:
+                raise
+            continue
+        leaves = [leaf for leaf in pytree.tree_flatten(seen.output)[0] if isinstance(leaf, Tensor)]
+        decision = Decision(seen.score, detector.calibrated())
+        expected = [*leaves, decision.score, decision.p_value, decision.is_ood]
+        found = run([*batch.args, *batch.kwargs.values()])
+        name = _differing(names, expected, found, detector.threshold)
+        if name is not None:
+            raise InputError(
+                f"Expected the graph in {where} to say what the library says, but {name} for {len(batch)} "
+                f"{'test inputs' if data is None else 'inputs of `check`'} of shape {tuple(batch.first.shape[1:])}. No file was "
+                "written. Compare on inputs of your own with `check`, or run the model with the library."
+            )
+        compared += len(batch)
+    return compared
+
+
+def _differing(
+    names: Sequence[str], expected: Sequence[Tensor], found: Sequence[Tensor], threshold: float
+) -> str | None:
+    """Say which output differs and how; None if they all agree."""
+    *outputs, score, p_value, is_ood = (value.detach() for value in expected)
+    *others, other_score, other_p, other_is_ood = found
+    if len(outputs) != len(others):
+        return f"it returns {len(others)} outputs of the model, not {len(outputs)},"
+    for name, one, other in zip(names, outputs, others, strict=False):
+        if not are_close(one, other, tolerance=_OUTPUT_TOLERANCE):
+            return f"`{name}` differs"
+    if other_score.shape != score.shape:
+        return f"`score` has the shape {tuple(other_score.shape)}, not {tuple(score.shape)},"
+    off = (score.double() - other_score.double()).abs()
+    allowed = SCORE_TOLERANCE * (score.double().abs() / 10).clamp_min(1)
+    if not bool((off <= allowed).all()):
+        row = int((off - allowed).nan_to_num(nan=torch.inf).argmax())
+        return f"`score` differs ({other_score[row].item():.6g} instead of {score[row].item():.6g})"
+    clear = (score.double() - threshold).abs() > BORDERLINE * max(1.0, abs(threshold))
+    if bool((other_is_ood[clear] != is_ood[clear]).any()):
+        return "`is_ood` differs"
+    # One held-out score more or less, where the two scores lie on either side of it.
+    same = off == 0
+    return None if torch.allclose(other_p[same], p_value[same], rtol=0, atol=1e-9) else "`p_value` differs"
+
+
+def _made(example: Batch) -> Iterator[Batch]:
+    """Yield the example in batches of several sizes and, where the only input is an image, noise and natural-looking ones."""
+    if len(example.args) != 1 or example.kwargs:
+        for size in _SIZES:
+            rows = torch.arange(size) % len(example)
+            count = len(example)
+            yield example.each(lambda value: value[rows] if value.dim() and len(value) == count else value)  # noqa: B023
+        return
+    x = example.first
+    for inputs in odd_inputs(x):
+        yield Batch((inputs,))
+    if x.dim() == 4 and x.is_floating_point():
+        for size in _SIZES:
+            yield Batch((natural_looking(noise(size, x)),))
+
+
+def natural_looking(images: Tensor) -> Tensor:
+    """Return noise, (N, C, H, W), with the spectrum of photographs: power falls with the square of the frequency."""
+    rows, columns = torch.fft.fftfreq(images.shape[2])[:, None], torch.fft.rfftfreq(images.shape[3])
+    frequency = torch.sqrt(rows**2 + columns**2).clamp_min(1 / max(images.shape[2:]))
+    made: Tensor = torch.fft.irfft2(torch.fft.rfft2(images.float()) / frequency, s=images.shape[2:])
+    made = made + made.mean(dim=1, keepdim=True)  # the colours of a photograph go together
+    return (made / made.std(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)).to(images.dtype)

@@ -1,0 +1,105 @@
+"""What tells whether a graph may take a model's place: the model must repeat itself, and the graph must give its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from neuralmean.errors import InputError
+
+SEVERAL = 8
+_SIZES = (1, 2, 3, 5, 17)  # of the batches that numbers are compared on
+_PLAIN = (int, float, complex, str, bytes, type(None))
+_DEEPEST = 4  # containers and objects in each other
+
+
+def check_repeats(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Raise unless a model's passes leave nothing behind and are the same whatever is recorded for gradients.
+
+    Args:
+        model: The model.
+        run: Makes one pass and returns the model's output, always on the same input.
+
+    Raises:
+        InputError: The message is the reason.
+    """
+    with torch.no_grad():
+        run()  # what the first pass of all sets up is no harm
+        before = list(_states(model))
+        leaves = pytree.tree_flatten(run())[0]
+        if list(_states(model)) != before:
+            raise InputError("a pass changes what the model keeps in Python or in a buffer")
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            others = pytree.tree_flatten(run())[0]
+        if len(others) != len(leaves) or not all(map(are_close, leaves, others)):
+            raise InputError("its output differs from call to call, or depends on whether gradients are recorded")
+
+
+def odd_inputs(x: Tensor) -> Iterator[Tensor]:
+    """Yield inputs like `x`, and odd ones of its shape: noise, zeros, large numbers, batches of several sizes."""
+    yield x[:SEVERAL]
+    yield x[:1]
+    if x.is_floating_point():
+        for size in _SIZES:
+            given = noise(size, x)
+            yield from (given, torch.zeros_like(given), 50 * given, given.abs(), -given.abs())
+
+
+def noise(size: int, x: Tensor) -> Tensor:
+    """Return so many inputs of the shape and type of `x`, always the same."""
+    return torch.randn(size, *x.shape[1:], generator=torch.Generator().manual_seed(size)).to(x.dtype)
+
+
+def are_close(one: Tensor | None, other: Tensor | None, *, tolerance: float = 1e-5) -> bool:
+    """Whether two tensors agree up to rounding: to so many times the largest number in them, or ten times that of each number."""
+    if one is None or other is None:
+        return one is other
+    one, other = one.detach().cpu(), other.detach().cpu()
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    largest = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
+    return torch.allclose(one, other, rtol=10 * tolerance, atol=tolerance * max(1.0, largest), equal_nan=True)
+
+
+def _states(model: nn.Module) -> Iterator[Any]:
+    """Yield what a pass may change besides the tensors it returns: attributes of modules and of their classes, and globals."""
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters", "_buffers")}
+        yield name, _state(own, 0)
+        for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            yield name, [(key, _state(tensor, 0)) for key, tensor in tensors]
+        kind = type(module)
+        if kind in seen or kind.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(kind)
+        yield _state({key: value for key, value in vars(kind).items() if not callable(value)}, _DEEPEST - 1)
+        known = getattr(kind.forward, "__globals__", {})
+        yield _state({k: v for k, v in known.items() if isinstance(v, (*_PLAIN, list, dict, set))}, _DEEPEST - 1)
+
+
+def _state(value: Any, depth: int) -> Any:
+    """Return something that is equal as long as a value is unchanged."""
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, repr(value)
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if depth >= _DEEPEST:
+        return id(value), len(value) if hasattr(value, "__len__") else None
+    if isinstance(value, dict):
+        return [(repr(key)[:80], _state(item, depth + 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_state(item, depth + 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return len(value), sorted(map(repr, value))
+    inner = getattr(value, "__dict__", None)
+    if isinstance(inner, dict) and not callable(value) and not isinstance(value, nn.Module):
+        return id(value), _state(dict(inner), depth + 1)
+    return id(value)
