@@ -105,7 +105,7 @@ class TextBatches:
 
     def __len__(self) -> int:
         """How many batches there are at most: blank lines count."""
-        return -(-self.count() // self.batch_size)
+        return (self.count() + self.batch_size - 1) // self.batch_size
 
     def count(self) -> int:
         """How many lines there are to try."""

@@ -1,6 +1,6 @@
-"""Groups of inputs, each with a false-alarm rate of its own: labels that come with the inputs, the model's prediction, or lengths.
+"""Groups of inputs, each with a false-alarm rate of its own: given labels, the model's prediction, or ranges of lengths.
 
-The mean over few tokens scatters more than that over many, so inputs of token models are compared with those of about their length.
+The mean over few tokens scatters more than that over many, so token inputs are compared with those of about their length.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
 
 
 def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | None:
-    """Return the range of lengths of each held-out row where these are tokens: short and long ones differ in how scores scatter."""
+    """Return the range of lengths of each held-out row, if these are tokens: scores of short and long ones scatter otherwise."""
     if held_out is None or options.early_exit:
         return None
     starts = length_ranges(held_out.lengths, examples_needed(options.rate, options.confidence))

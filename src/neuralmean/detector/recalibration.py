@@ -30,7 +30,7 @@ def recalibrate(
         setup: What the detector was constructed with.
         learnt: What it has learnt so far.
         passes: Forward passes over the held-out examples.
-        groups: A label for each example, `"predicted"` for the model's own predictions, `"length"` for ranges of lengths, or None.
+        groups: A label for each example, `"predicted"` for the model's own predictions, `"length"`, or None.
         rate: The false-alarm rate.
         confidence: As for `Detector.fit`.
     """

@@ -1,12 +1,13 @@
 """From what a person types, or a saved detector remembers, to a model with its weights and preprocessing.
 
-A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME`, `bench:NAME` or `hf:DIR`, a
-folder of a model of Hugging Face. Nothing is ever downloaded and nothing unpickled: weights come from a safetensors file or a torch file with tensors only.
+A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME`, `bench:NAME` or `hf:DIR`,
+a folder of a model of Hugging Face. Nothing is ever downloaded and nothing unpickled: weights come from a safetensors file
+or a torch file with tensors only.
 
 A spec that a saved file brings along is not the user's own word. With `trusted=False` it may name a model of timm,
-torchvision or the benchmark, the folder of a model whose class is that of transformers, or a class derived from `nn.Module` in an installed package, and nothing else: neither the
-standard library, nor this library, nor a function. Modules of the working folder are not even imported, unless the
-user says so (`local_code=True`).
+torchvision or the benchmark, the folder of a model whose class is that of the installed transformers, or a class derived
+from `nn.Module` in an installed package, and nothing else: neither the standard library, nor this library, nor a function.
+Modules of the working folder are not even imported, unless the user says so (`local_code=True`).
 """
 
 from __future__ import annotations

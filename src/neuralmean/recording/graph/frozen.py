@@ -107,7 +107,7 @@ class FrozenObserver(Observer):
         means, *rest = found[n_leaves:]
         variances = rest.pop(0) if self.recorder.variance else None
         feature, logits = (rest[0], rest[1] if len(rest) > 1 else None) if rest else (None, None)
-        return output, ChannelStats(means, variances, logits, feature, batch.lengths)
+        return output, ChannelStats(means, variances, logits, feature)
 
 
 def freeze(observer: Observer, batch: Batch, weights: str) -> FrozenGraphs:
