@@ -394,6 +394,7 @@ class TestAvailable:
             "sample-size",
             "false-alarms",
             "readings",
+            "own",
         ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +126,7 @@ class TextBatches:
             file, only = split_line(path)
             is_json = Path(file).suffix.lower() == ".jsonl"
             with Path(file).open("rb") as stream:
-                for number, raw in enumerate(iter(lambda stream=stream: stream.readline(MAX_LINE + 1), b""), start=1):
+                for number, raw in enumerate(iter(partial(stream.readline, MAX_LINE + 1), b""), start=1):
                     if len(raw) > MAX_LINE:
                         raise InputError(
                             f"Expected a text in each line of {file!r}, but line {number} has more than {MAX_LINE:,} bytes."

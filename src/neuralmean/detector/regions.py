@@ -103,7 +103,7 @@ class RegionDecisions(Sequence[Decision]):
     def _split(self, values: Tensor) -> Tensor | list[Tensor]:
         if self.stacked:
             return values.reshape(len(self.boxes), -1)
-        return list(values.split([len(own) for own in self.boxes]))
+        return list(torch.split(values, [len(own) for own in self.boxes]))
 
     def __len__(self) -> int:
         return len(self.boxes)

@@ -140,4 +140,5 @@ class RegionScorer:
 
     def _length(self, sketched: Tensor) -> Tensor:
         """Return the whitened length of each row, (M, 1)."""
-        return torch.linalg.vector_norm((sketched - self.offset_) @ self.whiten_, dim=1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm((sketched - self.offset_) @ self.whiten_, dim=1, keepdim=True)
+        return length
