@@ -152,7 +152,9 @@ class Observer:
         self._check_finite(means, name)
         logits = None if recording.logits is None else recording.logits.cpu()
         feature = None if recording.feature is None else recording.feature.cpu()
-        return recording.output, ChannelStats(means, variances, logits, feature, batch.lengths)
+        return recording.output, ChannelStats(
+            means, variances, logits, feature, batch.lengths if self.recorder.takes_tokens else None
+        )
 
     def observe_all(self, data: Any, *, name: str, batch_size: int) -> ChannelStats:
         """Return the statistics of all of `data`."""
