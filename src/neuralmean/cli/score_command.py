@@ -17,6 +17,7 @@ from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from neuralmean.data.images import Unreadable
+    from neuralmean.detector.saved import SavedDetector
     from neuralmean.jobs import ScoreRow, Tally
 
 _EPILOG = (
@@ -55,6 +56,15 @@ def score(
         ),
     ] = None,
     groups: options.Groups = None,
+    boxes: Annotated[
+        Path | None,
+        typer.Option(
+            "--boxes",
+            metavar="FILE",
+            help="Score boxes of the images instead: JSON lines with path and boxes [[x0, y0, x1, y1], ...], or a .csv with "
+            "path, x0, y0, x1, y1, in pixels of the image. The detector is fitted with --regions.",
+        ),
+    ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
@@ -100,10 +110,19 @@ def score(
         if fdr is not None:
             check_rate(fdr, "--fdr")
         label = options.group_labels(groups)
-    options.check_out(out, saved, weights)
+    if boxes is not None and (engine != "local" or resume or fdr is not None or groups is not None or freeze):
+        raise UsageError(
+            "Expected --boxes without --engine ray, --resume, --fdr, --groups and --freeze. Leave them out."
+        )
+    options.check_out(out, saved, weights, boxes)
     opened = open_saved(
         saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
     )
+    if boxes is not None:
+        n_ood = _score_boxes(opened, paths, boxes, kind, out, quiet)
+        if fail_on_ood and n_ood:
+            raise typer.Exit(3)
+        return
     texts, tally = are_texts(paths), Tally()
     if texts and (engine != "local" or groups is not None or freeze):
         raise UsageError("Expected --engine local without --groups and --freeze for texts. Leave them out.")
@@ -161,6 +180,33 @@ def score(
             _print(kind, batches(None), tally)
     bound = describe_flags(tally, opened.detector.calibrated())
     _finish(tally, quiet, fail_on_ood, paths, bound)
+
+
+def _score_boxes(opened: SavedDetector, paths: list[str], file: Path, kind: str, out: Path | None, quiet: bool) -> int:
+    """Write a row for each box, and return how many are flagged."""
+    from neuralmean.files.atomic import write_atomically
+    from neuralmean.jobs.boxes import format_boxes, read_box_file, score_boxes
+
+    found = score_boxes(
+        opened.detector, opened.need_preprocessing(), paths, read_box_file(file), on_unreadable=options.tell_unreadable
+    )
+    counts = [0, 0]
+
+    def lines() -> Iterator[str]:
+        for index, rows in enumerate(found):
+            counts[0] += len(rows)
+            counts[1] += sum(row.is_ood for row in rows)
+            yield from format_boxes(kind, rows, header=index == 0)
+
+    if out is None:
+        for line in lines():
+            typer.echo(line)
+    else:
+        with write_atomically(out, "w") as target:
+            target.writelines(f"{line}\n" for line in lines())
+    if not quiet:
+        typer.echo(f"{counts[0]} boxes scored, {counts[1]} OOD", err=True)
+    return counts[1]
 
 
 def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:

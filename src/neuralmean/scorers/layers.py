@@ -61,7 +61,7 @@ class LayersScorer(VectorScorer):
             )
         order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED))]
         half = len(order) // 2
-        distances = []
+        distances = list[Tensor]()
         for known, apart in ((order[:half], order[half:]), (order[half:], order[:half])):
             self._learn(inliers, known)
             distances.extend(self._distances(block) for block in Blocks(inliers, apart))
@@ -118,7 +118,8 @@ class LayersScorer(VectorScorer):
     def _whitening(self, rows: Blocks, columns: slice, sketch: Sketch) -> Tensor:
         covariance = ledoit_wolf(sketch.add_up(self._standardised(block, columns)).double() for block in rows)
         jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
-        return torch.linalg.cholesky(torch.linalg.inv(covariance + jitter)).float()
+        factor: Tensor = torch.linalg.cholesky(torch.linalg.inv(covariance + jitter))
+        return factor.float()
 
     def _distances(self, vectors: Tensor) -> Tensor:
         """Return the distance of each layer, (N, L)."""
@@ -141,7 +142,7 @@ class LayersScorer(VectorScorer):
     def _layers(self) -> list[tuple[slice, Sketch, Tensor]]:
         parts = list(self._parts())
         sides = [min(BUCKETS, columns.stop - columns.start) for columns, _ in parts]
-        matrices = self.whiten_.split([side * side for side in sides])
+        matrices = torch.split(self.whiten_, [side * side for side in sides])
         return [
             (columns, sketch, matrix.view(side, side))
             for (columns, sketch), side, matrix in zip(parts, sides, matrices, strict=True)
