@@ -60,14 +60,14 @@ def test_texts_are_fitted_scored_and_explained(nmd, encoder):
 
 def test_texts_need_a_model_that_takes_them(nmd, world):
     (world / "a.txt").write_text("one\ntwo\n")
-    assert nmd(*FIT, "--held-out", "val", "--out", "m.nmd")[0] == 0
+    assert nmd("fit", "toynet:Net", *FIT, "--id", "train", "--held-out", "val", "--out", "m.nmd")[0] == 0
     code, _, err = nmd("score", "m.nmd", "a.txt")
     assert code == 1
     assert "Expected a detector of a model that takes texts, fitted with `hf:DIR`" in err
 
 
 def _fit_regions(nmd):
-    code, _, err = nmd(*FIT, "--held-out", "val", "--regions", "--out", "m.nmd")
+    code, _, err = nmd("fit", "toynet:Net", *FIT, "--id", "train", "--held-out", "val", "--regions", "--out", "m.nmd")
     assert code == 0, err
 
 
@@ -111,7 +111,7 @@ def test_a_file_without_boxes_is_refused(nmd, world, content):
 @pytest.mark.parametrize("fraction", [0.875, 1.0, 1.25])
 @pytest.mark.parametrize("shape", [(60, 40), (40, 60), (33, 77)])
 def test_boxes_go_where_the_pixels_go(crop, fraction, shape):
-    how = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3, crop=crop, crop_fraction=fraction)
+    how = Preprocessing((32, 32), (0.0,) * 3, (0.5,) * 3, crop=crop, crop_fraction=fraction)
     height, width = shape
     box = [width // 2 - 6, height // 2 - 5, width // 2 + 6, height // 2 + 7]
     pixels = np.zeros((height, width, 3), np.uint8)
