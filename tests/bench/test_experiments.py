@@ -404,6 +404,7 @@ class TestAvailable:
             "sample-size",
             "false-alarms",
             "readings",
+            "own",
         ]
 
 

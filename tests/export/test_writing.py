@@ -25,7 +25,7 @@ pytestmark = [
 SHAPE = (3, 8, 8)
 
 
-def usual(n=60, seed=1):
+def usual(n=120, seed=1):
     return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(seed))
 
 

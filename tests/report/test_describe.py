@@ -72,8 +72,8 @@ def test_a_reference_from_data_says_how_many_images():
     from torch import nn
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
-    detector = Detector(model).fit(noise(60, 1), held_out=noise(40, 2))
-    assert as_dict(detector)["Reference"].more == "60 images"
+    detector = Detector(model).fit(noise(120, 1), held_out=noise(40, 2))
+    assert as_dict(detector)["Reference"].more == "120 images"
 
 
 def test_a_detector_that_was_only_calibrated_has_no_fit_to_tell_of():

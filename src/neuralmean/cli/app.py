@@ -19,7 +19,7 @@ from neuralmean.models import allocator as memory
 app = typer.Typer(
     name="nmd",
     help="Tells you when a PyTorch model is looking at something it was not trained for.",
-    epilog="Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 something is OOD (with --fail-on-ood).",
+    epilog="Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 something is OOD (with `--fail-on-ood`).",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -41,7 +41,7 @@ Crop = Annotated[
     typer.Option(
         "--crop",
         metavar="MODE[:SHARE]",
-        help="`center:0.875` resizes the short side to size / 0.875 and cuts the centre; `squash`; `border`.",
+        help="How images are cut to size: center, center:0.875 (keeps the middle 87.5 %), squash or border.",
     ),
 ]
 Interpolation = Annotated[

@@ -174,7 +174,8 @@ class _Lines:
 
     def update(self, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if now - self._last >= self._every:
+        # `finish` writes the last line.
+        if now - self._last >= self._every and done != total:
             self._last = now
             self._write(plain_line(self._description, done, total, self._unit, now - self._begun))
 

@@ -306,7 +306,8 @@ class Detector:
         except BaseException:
             self.__dict__ = before
             raise
-        fitting.warn_if_weak(self.learnt.source or "held_out")
+        fitting.warn_if_weak(self.learnt.source or "held_out", self.calibration)
+        fitting.warn_if_left_out(self.scorer)
         return self
 
     def calibrate(

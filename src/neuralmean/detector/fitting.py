@@ -10,10 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from neuralmean.errors import CalibrationWarning, InputError
+from neuralmean.detector.early_exit import full_of
+from neuralmean.errors import CalibrationWarning, InputError, NeuralMeanWarning
 from neuralmean.scorers import Observation, Scorer, make_scorer
-from neuralmean.scorers.contract import fit_scorer, score_blocks
-from neuralmean.stats.calibration import check_enough, examples_needed
+from neuralmean.scorers.contract import fit_scorer, score_blocks, view_of
+from neuralmean.scorers.folds import FOLDS, folds
+from neuralmean.stats.calibration import Calibration, check_enough, examples_for_twice, examples_needed, likely_rates
 
 Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 
@@ -32,7 +34,6 @@ GUARANTEES: dict[str, str] = {
 
 SPLIT_FROM = 1000  # with fewer examples the scorer is cross-fitted instead
 ASIDE = 0.2
-FOLDS = 5
 _MLP_FROM = 5000
 
 
@@ -57,7 +58,7 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
             ) from error
     if n_outliers is None:
         return make_scorer("typicality")
-    return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
+    return make_scorer("guided", {"learner": "mlp" if n_outliers >= _MLP_FROM else "logistic"})
 
 
 def rotate_every(n_rows: int | None, rate: float, confidence: float | None = None) -> int:
@@ -73,20 +74,22 @@ def fit_and_score_inliers(
     *,
     held_out: Observation | None,
     rotated: Observation | None,
+    rotated_of: Tensor | None = None,
     rate: float,
     confidence: float | None = None,
 ) -> tuple[Tensor, Source]:
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with their source.
 
-    These are held-out rows if there are any, else rows of rotated images. Otherwise a random part of many rows is
-    kept out of the fit; few rows are all used, and scored by scorers that were fitted on the other folds.
+    These are held-out rows if there are any, else rows of rotated images, each scored by what was learnt without the original
+    (`rotated_of` says which that is). Otherwise a random part of many rows is kept out of the fit; few rows are all used,
+    each scored by what was learnt from the other folds.
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, held_out), "held_out"
-    if rotated is not None:
-        fit_scorer(scorer, inliers, outliers)
-        return score_blocks(scorer, rotated), "rotated"
+    if rotated is not None and rotated_of is not None:
+        whole = len(rotated) // FOLDS < examples_needed(rate, confidence)
+        return _fit_and_score_made(scorer, inliers, outliers, rotated, rotated_of, whole=whole), "rotated"
     needed = check_enough(len(inliers), rate, confidence, kind="in-distribution")
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
     if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them count as held out
@@ -96,7 +99,8 @@ def fit_and_score_inliers(
         aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
         fit_scorer(scorer, inliers, outliers, rest)
         return score_blocks(scorer, inliers, aside), "kept_aside"
-    return _cross_fit(scorer, inliers, outliers, order), "folds"
+    itself = torch.arange(len(inliers))
+    return _fit_and_score_made(scorer, inliers, outliers, inliers, itself, whole=True), "folds"
 
 
 def choose_scores(
@@ -109,33 +113,67 @@ def choose_scores(
     return inliers, "all"
 
 
-def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
-    """Fit `scorer` on all rows, and return a score of each row by a copy that was fitted on the other folds.
+def _fit_and_score_made(
+    scorer: Scorer,
+    inliers: Observation,
+    outliers: Observation | None,
+    made: Observation,
+    origin: Tensor,
+    *,
+    whole: bool,
+) -> Tensor:
+    """Fit `scorer` on all rows, and score rows that were made of some of them, each without having learnt its origin."""
+    own = getattr(scorer, "fit_and_score", None)
+    if own is None:
+        return _cross_fit(scorer, inliers, outliers, made, origin)
+    views = (None if rows is None else view_of(scorer, rows) for rows in (inliers, outliers, made))
+    scores: Tensor = own(*views, origin, whole=whole)
+    return scores[~scores.isnan()]
+
+
+def _cross_fit(
+    scorer: Scorer, inliers: Observation, outliers: Observation | None, made: Observation, origin: Tensor
+) -> Tensor:
+    """Fit `scorer` on all rows, and score rows that were made of them by twins that were fitted on the other folds.
 
     Each copy has its own scale; its scores are mapped to that of `scorer` by the mean and deviation of the scores
     of the rows that it was fitted on.
     """
     fit_scorer(scorer, inliers, outliers)
     known = score_blocks(scorer, inliers)
-    scores = torch.empty_like(known)
-    for fold in range(FOLDS):
-        apart = torch.zeros(len(inliers), dtype=torch.bool)
-        apart[order[fold::FOLDS]] = True
-        if not apart.any():
+    scores = known.new_full((len(made),), torch.nan)
+    for apart in folds(len(inliers)):
+        twin, rest, scored = copy.deepcopy(scorer), (~apart).nonzero()[:, 0], apart[origin].nonzero()[:, 0]
+        if not len(scored):
             continue
-        twin = copy.deepcopy(scorer)
-        rest, apart = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
         fit_scorer(twin, inliers, outliers, rest)
         fitted = score_blocks(twin, inliers, rest)
         ratio = known.std() / fitted.std().clamp_min(torch.finfo(fitted.dtype).tiny)
-        scores[apart] = (score_blocks(twin, inliers, apart) - fitted.mean()) * ratio + known.mean()
-    return scores
+        scores[scored] = (score_blocks(twin, made, scored) - fitted.mean()) * ratio + known.mean()
+    return scores[~scores.isnan()]
 
 
-def warn_if_weak(source: Source) -> None:
-    """Warn if the threshold does not come from held-out data."""
-    if source != "held_out":
-        warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
+def warn_if_weak(source: Source, calibration: Calibration | None) -> None:
+    """Say plainly what a threshold is worth that does not come from held-out data."""
+    if source == "held_out":
+        return
+    text = GUARANTEES[source]
+    if calibration is not None:
+        rate = calibration.false_alarm_rate
+        low, high = likely_rates(len(calibration.scores), calibration.level)
+        text += f" From {len(calibration.scores)} scores, the rate is {100 * low:.2g} to {100 * high:.2g} % at best."
+        if high > 2 * rate:
+            enough = examples_for_twice(rate)
+            text += f" {enough} examples would keep it below twice the {100 * rate:g} % asked for."
+    warnings.warn(text, CalibrationWarning, stacklevel=3)
+
+
+def warn_if_left_out(scorer: Scorer) -> None:
+    """Say which terms of a scorer do not count because there are too few examples."""
+    left_out: dict[str, str] = getattr(full_of(scorer), "left_out", dict)()
+    few = {name: reason for name, reason in left_out.items() if "examples" in reason}
+    for name, reason in few.items():
+        warnings.warn(f"The term {name!r} of the score is left out, as {reason}.", NeuralMeanWarning, stacklevel=3)
 
 
 def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:

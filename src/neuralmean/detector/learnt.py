@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from neuralmean.data.batch import count_rows
@@ -113,6 +114,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     streams = setup.reference is not None and setup.statistic != "both" and not options.early_exit
     streams = streams and type(scorer) is AverageScorer
     profile = setup.empty_profile()
+    augment = _augmentation(scorer, id_data, ood_data, held_out, options)
     data = gather(
         observer,
         id_data,
@@ -126,7 +128,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
             layers=() if setup.reference else setup.layers,
         ),
         seen=profile,
-        augment=_augmentation(scorer, id_data, ood_data, held_out, options),
+        augment=augment,
         batch_size=options.batch_size,
     )
     if data.held_out is not None:
@@ -140,8 +142,9 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         scores, source = _streamed_scores(data, options)
     else:
         parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
+        origin = torch.tensor(augment.origin) if isinstance(augment, RotateSome) else None
         scores, source = fitting.fit_and_score_inliers(
-            scorer, **parts, rate=options.rate, confidence=options.confidence
+            scorer, **parts, rotated_of=origin, rate=options.rate, confidence=options.confidence
         )
         kinds = _learn_kinds(setup, scorer, parts, options.rate)
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}

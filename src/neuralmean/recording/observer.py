@@ -79,16 +79,23 @@ class PermuteBlocks:
 
 
 class RotateSome:
-    """Makes images that the model has not memorised: every `every`-th image, slightly rotated."""
+    """Makes images that the model has not memorised: every `every`-th of all that it sees, slightly rotated.
+
+    Attributes:
+        origin: Which of the images seen so far each rotated one was made of.
+    """
 
     def __init__(self, every: int) -> None:
         self._every, self._seen, self._generator = every, 0, torch.Generator().manual_seed(0)
+        self.origin: list[int] = []
 
     def __call__(self, batch: Batch, name: str) -> Batch | None:
-        """Return some images of `batch`, rotated; None if none is selected, or the batch holds no images."""
-        start, self._seen = -self._seen % self._every, self._seen + len(batch)
+        """Return some images of `batch`, rotated; None if none of its images is selected, or its inputs are no images."""
+        first, start = self._seen, -self._seen % self._every
+        self._seen += len(batch)
         if batch.kwargs or batch.first.dim() != 4 or start >= len(batch):
             return None
+        self.origin.extend(range(first + start, first + len(batch), self._every))
         images = rotate(batch.first[start :: self._every], generator=self._generator)
         return Batch((images, *batch.args[1:]))
 

@@ -28,9 +28,9 @@ from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
 _TERMS = {
-    "feature": "Penultimate feature",
     "reach": "Energy over length",
-    "energy": "Energy of the logits",
+    "doubt": "Doubt of the classifier",
+    "learnt": "Learnt from examples",
     "rest": "Rest",
 }
 
@@ -128,7 +128,6 @@ def _environment() -> Any:
     environment.filters |= {
         "percent": plots.percent,
         "thousands": "{:,}".format,
-        "signed": plots.signed,
         "number": svg.label,
         "short": plots.short,
     }

@@ -187,7 +187,7 @@ def names_room(names: Sequence[str], room: int = 18) -> float:
 
 
 def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequence[str], *, room: int = 18) -> None:
-    """Write names below their ticks: rotated, as many as fit, or those of stages."""
+    """Write names below their ticks: level if they fit, else rotated and thinned, or those of stages."""
     canvas.line(box.left, box.bottom, box.right, box.bottom, "axis")
     if not places:
         return
@@ -195,6 +195,11 @@ def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequenc
         _stages_axis(canvas, box, places, stages)
         return
     gap = (places[-1] - places[0]) / max(len(places) - 1, 1)
+    if len(places) > 1 and 6.6 * max(map(len, names)) + 8 < gap:
+        for place, name in zip(places, names, strict=True):
+            canvas.line(place, box.bottom, place, box.bottom + 4, "axis")
+            canvas.text(place, box.bottom + 18, name, "tick", anchor="middle", title=name)
+        return
     every = max(1, math.ceil(24 / gap)) if gap > 0 else len(places)
     for index in range(0, len(places), every):
         canvas.line(places[index], box.bottom, places[index], box.bottom + 4, "axis")

@@ -218,6 +218,41 @@ def examples_needed(false_alarm_rate: float, confidence: float | None = None) ->
     return needed
 
 
+def likely_rates(count: int, level: float, *, share: float = 0.95) -> tuple[float, float]:
+    r"""Return the range in which the false-alarm rate of a threshold lies for that share of all draws of scores.
+
+    The threshold that leaves j of n + 1 scores above it has a rate that follows :math:`\mathrm{Beta}(j, n + 1 - j)`.
+
+    Args:
+        count: How many scores set the threshold.
+        level: The rate on average.
+        share: Of the draws.
+
+    Example:
+        >>> [round(rate, 3) for rate in likely_rates(199, 0.05)]
+        [0.024, 0.084]
+    """
+    from scipy.special import betaincinv  # comes with scikit-learn
+
+    rank = max(1, math.floor(_exact(level) * (count + 1)))
+    low, high = (float(betaincinv(rank, max(count + 1 - rank, 1), tail)) for tail in ((1 - share) / 2, (1 + share) / 2))
+    return low, high
+
+
+def examples_for_twice(rate: float) -> int:
+    """Return how many scores keep the rate of a threshold below twice the one asked for, in 39 of 40 draws.
+
+    Example:
+        >>> examples_for_twice(0.05)
+        119
+    """
+    needed = examples_needed(rate)
+    count = needed
+    while likely_rates(count, rate)[1] > 2 * rate:
+        count += needed + 1
+    return count
+
+
 def check_enough(
     count: int, false_alarm_rate: float, confidence: float | None = None, *, kind: str = "held-out"
 ) -> int:

@@ -18,7 +18,7 @@ from neuralmean.data.batch import Batch
 from neuralmean.data.images import Unreadable
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
-from neuralmean.detector.fitting import warn_if_weak
+from neuralmean.detector.fitting import warn_if_left_out, warn_if_weak
 from neuralmean.detector.learnt import FitOptions, FitSetup, learn
 from neuralmean.errors import InputError, NeuralMeanWarning
 from neuralmean.jobs.cluster.api import Model, resolve_model
@@ -97,7 +97,8 @@ def fit(
         options = FitOptions(false_alarm_rate, early_exit=False, batch_size=batch_size, confidence=confidence)
         learnt, _ = learn(setup, sets[0], sets[1], sets[2], options)
     detector.adopt(learnt)
-    warn_if_weak(learnt.source or "held_out")
+    warn_if_weak(learnt.source or "held_out", learnt.calibration)
+    warn_if_left_out(learnt.scorer)
     return detector
 
 
