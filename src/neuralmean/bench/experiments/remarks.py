@@ -21,9 +21,9 @@ REMARKS: dict[str, str] = {
         "norm's output, which are a linear function of those of its input."
     ),
     "ablation": (
-        "No OOD image was used to fit anything here. The score was chosen on ResNet-56 and these sets, except that the "
-        "reach term and the temperature were added after DenseNet-100 on CIFAR-100 had lost without them; peers' settings "
-        "were chosen with test AUROC in view (docs/baselines.md). The other models are for reporting only."
+        "No OOD image was used to fit anything here. The score was chosen on ResNet-20 and -56, both DenseNet-100 and "
+        "EfficientNet-Lite0 with these sets in view (docs/typicality.md); peers' settings were chosen with test AUROC in "
+        "view too (docs/baselines.md). The other models are for reporting only."
     ),
     "methods": (
         "One fit of every method, all judged by the same images: fewer than elsewhere, for the sake of those that take "
