@@ -16,8 +16,9 @@ REMARKS: dict[str, str] = {
     ),
     "sample-size": "Five draws of each size, judged by the same images; the spread is the standard deviation over the draws.",
     "readings": (
-        "Each line changes one thing. All are judged by the same 2,000 images of each set and fitted on 2,000 ID images and the "
-        "same images with permuted blocks, unless the line says otherwise. After the norm means the channel means of the batch "
+        "Each line changes one thing. All are judged by the same images of each set, at most 2,000 (tangent kernels: 500), and "
+        "fitted on at most 2,000 ID images and the same images with permuted blocks, or for NMD, NVD and both on OOD images of "
+        "CIFAR-100's train part, unless the line says otherwise. Rows with a limit have no more images than it. After the norm means the channel means of the batch "
         "norm's output, which are a linear function of those of its input."
     ),
     "ablation": (
@@ -63,8 +64,7 @@ REMARKS: dict[str, str] = {
         "The paper does not say which of its detectors table 2 shows, so both stand beside it. DenseNet-100, the one model "
         "that is the paper's own here, reproduces: SVHN to a few tenths, imagenet-crop to one point (Ours-LR) or two and a half "
         "(Ours-MLP), with crops that are not the ODIN release's. The small residual networks, which stand in for ResNet-34, "
-        "stay below it on SVHN: a direction learnt from CIFAR-100 is not quite the direction in which SVHN lies. "
-        "`Typicality`, which has seen no OOD image at all, is level with both or above them on nearly every set."
+        "stay below it on SVHN: a direction learnt from CIFAR-100 is not quite the direction in which SVHN lies."
     ),
     "more-datasets": (
         "Full access, as in the paper. Ours-LR comes out above the paper's figure for SVHN: with SVHN's own train images to "
