@@ -12,9 +12,10 @@ from torch import nn
 
 from neuralmean import Detector
 from neuralmean.detector.early_exit import CascadeScorer
+from neuralmean.detector.kinds import KINDS
 from neuralmean.errors import InputError, MissingExtraError, ModelInputError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
-from neuralmean.export.detector_graph import DetectorGraph
+from neuralmean.export.detector_graph import KIND_NAMES, DetectorGraph
 from tests.conftest import count_hooks, make_trained
 
 pytestmark = [
@@ -77,6 +78,10 @@ def assert_same(found, detector, x):
     np.testing.assert_allclose(found["p_value"], decision.p_value.numpy(), atol=1e-6)
     assert found["is_ood"].tolist() == decision.is_ood.tolist()
     assert 0 < decision.is_ood.sum() < len(x)
+    if decision.p_content is not None:
+        np.testing.assert_allclose(found["p_appearance"], decision.p_appearance.numpy(), atol=0.03)
+        np.testing.assert_allclose(found["p_content"], decision.p_content.numpy(), atol=0.03)
+        assert [KINDS[index] for index in found["kind"]] == decision.kind
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,11 @@ def fit(case):
     return Detector(model, **options).fit(usual(), outliers)
 
 
+def names_of(detector):
+    kinds = () if detector.learnt.kinds is None else KIND_NAMES
+    return ("output", "score", "p_value", "is_ood", *kinds)
+
+
 def name_of_input(case):
     return "image" if case == "convolutions" else "x"
 
@@ -113,8 +123,7 @@ def test_the_graph_says_what_the_detector_says(case):
     detector, x = fit(case), mixture()
     with torch.no_grad():
         found = DetectorGraph(detector, (name_of_input(case),), 1).eval()(x)
-    names = ("output", "score", "p_value", "is_ood")
-    assert_same({name: value.numpy() for name, value in zip(names, found, strict=True)}, detector, x)
+    assert_same({name: value.numpy() for name, value in zip(names_of(detector), found, strict=True)}, detector, x)
     assert count_hooks(detector.model) == 0
 
 
@@ -124,7 +133,7 @@ def test_the_graph_says_what_the_detector_says(case):
 )
 def test_onnxruntime_says_what_the_detector_says(case, tmp_path):
     detector, name, x = fit(case), name_of_input(case), mixture()
-    assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == ("output", "score", "p_value", "is_ood")
+    assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == names_of(detector)
     assert_same(run_onnx(tmp_path / "d.onnx", **{name: x}), detector, x)
     for size in (1, 7):  # the batch is dynamic
         assert run_onnx(tmp_path / "d.onnx", **{name: x[:size]})["score"].shape == (size,)
@@ -213,7 +222,7 @@ def test_openvino_says_what_the_detector_says(tmp_path):
     compiled = openvino.Core().compile_model(str(tmp_path / "d.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     x = mixture()
     result = compiled(x.numpy())
-    found = {name: result[name] for name in ("output", "score", "p_value", "is_ood")}
+    found = {name: result[name] for name in names_of(detector)}
     assert_same(found, detector, x)
 
 
@@ -312,7 +321,7 @@ def test_a_score_that_is_no_number_is_flagged_by_the_graph():
     graph = DetectorGraph(detector, ("x",), 1)
     x = usual(3)
     x[1] = torch.nan
-    _, score, p_value, is_ood = graph(x)
+    _, score, p_value, is_ood, *_ = graph(x)
     assert score.isnan().tolist() == [False, True, False]
     assert is_ood[1]
     assert p_value[1] < 0.05
@@ -358,9 +367,13 @@ def test_an_output_that_is_nothing_has_no_name(tmp_path, as_dict):
     assert names == ("logits" if as_dict else "output_0", "score", "p_value", "is_ood")
 
 
-def test_a_model_without_classes_is_exported(tmp_path):
-    detector = Detector(make_trained(), head=False).fit(usual(300), held_out=usual(100, 2))
-    assert len(detector.scorer.clusters_) > 2
+@pytest.mark.parametrize("apart", [0.0, 5.0], ids=["no clusters", "clusters"])
+def test_a_model_without_classes_is_exported(tmp_path, apart):
+    def images(n, seed):
+        return usual(n, seed) + apart * (torch.arange(n) % 3).view(-1, 1, 1, 1)
+
+    detector = Detector(make_trained(), head=False).fit(images(300, 1), held_out=images(100, 2))
+    assert bool(len(detector.scorer.clusters_)) == bool(apart)
     to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
     module = torch.export.load(tmp_path / "x.pt2").module()
     for n in (3, 40):
@@ -392,3 +405,67 @@ def test_the_batch_has_its_name(tmp_path):
     to_onnx(detector, tmp_path / "x.onnx", input_shape=SHAPE)
     graph = onnx.load(tmp_path / "x.onnx").graph
     assert [value.type.tensor_type.shape.dim[0].dim_param for value in (graph.input[0], *graph.output)] == ["batch"] * 5
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_the_alarm_rate_is_an_optional_input(tmp_path):
+    import onnxruntime
+
+    detector, x = fit("batch norm, logistic"), mixture(64)
+    to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE, check=mixture())
+    session = onnxruntime.InferenceSession(tmp_path / "d.onnx")
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    assert [value.name for value in session.get_overridable_initializers()] == ["alarm_rate"]
+    score, p_value, is_ood = session.run(["score", "p_value", "is_ood"], {"x": x.numpy()})
+    assert is_ood.tolist() == detector.predict(x).is_ood.tolist() == (p_value <= 0.05).tolist()
+    flagged = session.run(["is_ood"], {"x": x.numpy(), "alarm_rate": np.array(0.99)})[0]
+    assert flagged.tolist() == (p_value <= 0.99).tolist()
+    assert flagged.sum() > is_ood.sum()
+    assert score.shape == (64,)
+
+
+@pytest.mark.usefixtures("_onnx")
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda name, value: value + 2e-3 if name == "score" else value, r"`score` differs \("),
+        (lambda name, value: ~value if name == "is_ood" else value, "`is_ood` differs"),
+        (lambda name, value: value + 0.01 if name == "p_value" else value, "`p_value` differs"),
+        (lambda name, value: value * 1.01 if name == "output" else value, "`output` differs"),
+        (lambda name, value: value[:1] if name == "score" else value, "`score` has the shape"),
+    ],
+)
+def test_a_file_that_says_something_else_is_not_kept(tmp_path, monkeypatch, spoil, said):
+    import onnxruntime
+
+    detector, own = fit("batch norm, average"), onnxruntime.InferenceSession
+
+    class Wrong(own):
+        def run(self, names, feed, options=None):
+            found = super().run(names, feed, options)
+            return [spoil(output.name, value) for output, value in zip(self.get_outputs(), found, strict=True)]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
+    (tmp_path / "d.onnx").write_bytes(b"before")
+    with pytest.raises(InputError, match=said + r".*No file was written"):
+        to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("d.onnx", b"before")]
+
+
+def test_a_detector_with_groups_is_not_exported(tmp_path):
+    detector = Detector(make_trained(), scorer="average").calibrate(usual(), groups=["a", "b"] * 60)
+    with pytest.raises(InputError, match="Expected a detector without groups to export"):
+        to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
+
+
+@pytest.mark.slow
+def test_compiled_code_says_what_the_detector_says(tmp_path):
+    detector, x = fit("batch norm, typicality"), mixture()
+    names = to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE, check=mixture())
+    graph = torch._inductor.aoti_load_package(str(tmp_path / "d.pt2"))
+    for size in (24, 1):
+        found = dict(zip(names, graph(x[:size]), strict=True))
+        torch.testing.assert_close(found["score"], detector.score(x[:size]), rtol=1e-4, atol=1e-4)
+    assert_same({name: value.numpy() for name, value in zip(names, graph(x), strict=True)}, detector, x)
+    header = json.loads(graph.get_metadata()[METADATA_KEY])
+    assert header["calibration"]["threshold"] == detector.threshold

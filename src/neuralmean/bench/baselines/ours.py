@@ -23,7 +23,7 @@ _TITLES = {
     "logistic": ("ours-lr", "Ours-LR"),
     "mlp": ("ours-mlp", "Ours-MLP"),
     "typicality": ("typicality", "Typicality"),
-    "guided": ("guided", "Typicality with OOD examples"),
+    "guided": ("guided", "Guided"),
 }
 
 

@@ -18,7 +18,8 @@ REMARKS: dict[str, str] = {
     "readings": (
         "Each line changes one thing. All are judged by the same images of each set, at most 2,000 (tangent kernels: 500), and "
         "fitted on at most 2,000 ID images and the same images with permuted blocks, or for NMD, NVD and both on OOD images of "
-        "CIFAR-100's train part, unless the line says otherwise. Rows with a limit have no more images than it. After the norm means the channel means of the batch "
+        "CIFAR-100's train part, unless the line says otherwise. Rows with a limit have "
+        "no more images than it. After the norm means the channel means of the batch "
         "norm's output, which are a linear function of those of its input."
     ),
     "ablation": (
@@ -76,8 +77,8 @@ REMARKS: dict[str, str] = {
         "The paper's times are from a GTX 1080 Ti; what compares across machines is the ratio to the plain forward pass of "
         "the same image, taken in turn. Every fit is timed from pixels, nothing of it comes from the cache; Ours-Avg has "
         "none, as its reference is the batch-norm buffers. NMD on one image costs less over a plain pass than in the paper, "
-        "less than KNN and a little more than ViM, which reads the last layer only. `Detector.freeze`, which runs the same pass "
-        "as one graph and is not measured here, costs less than the plain pass. The order of the others is "
+        "less than KNN and a little more than ViM, which reads the last layer only. `Detector.freeze` runs the same pass "
+        "as one graph: its lines say `frozen`. The order of the others is "
         "the paper's (fine-tuned ones one pass; ODIN and G-ODIN two with a gradient) except at its end: Mahalanobis, with its "
         "perturbed pass for each stage, is slower here than Gram, whose powers of products are one pass. GOOD scores with a "
         "small network of its own. Fine-tuned methods have a small budget and heavy ones are judged by 1,000 images, so that "
