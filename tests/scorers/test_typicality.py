@@ -240,3 +240,16 @@ def test_classes_that_never_occur_change_nothing_and_cost_nothing():
     # Their energy and softmax are other ones, but what was learnt of the vectors is the same.
     torch.testing.assert_close(found.left_[[5, 70_000, 99_999]] @ found.right_, expected.left_ @ expected.right_)
     assert torch.isfinite(found.score(among_many(rows))).all()
+
+
+@pytest.mark.parametrize(("classes", "clustered_"), [(3, True), (1, False)], ids=["clusters", "none"])
+def test_clusters_replace_classes_only_where_there_are_some(classes, clustered_):
+    def strip(rows):
+        return Observation(rows.vector, None, None)
+
+    scorer = TypicalityScorer().fit(strip(clustered(600, 0, classes=classes, width=60)))
+    assert bool(len(scorer.clusters_)) == clustered_
+    strange = strip(clustered(100, 2, classes=classes, width=60, spread=2.0))
+    assert scorer.score(strange).median() > scorer.score(strip(clustered(300, 1, classes=classes, width=60))).quantile(
+        0.95
+    )

@@ -6,6 +6,7 @@ rank, everything else lives in sketches of at most 512 numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,6 +35,9 @@ from neuralmean.stats.moments import Moments
 
 RANK = 32
 CLUSTERS = 20
+CLUSTERED = (
+    0.1  # of the way from the cosine of a random direction to 1: fresh rows must get as far for clusters to be real
+)
 ROWS_PER_CLUSTER = 10
 LEAST_ROWS = 20
 LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
@@ -64,7 +68,8 @@ class TypicalityScorer(VectorScorer):
       the most likely classes.
 
     Classes are the model's own predictions: no labels are needed. For a model without classes, clusters of the vectors'
-    last columns (those of the deepest layers) take their place, and the terms are *far* and *angle*.
+    last columns (those of the deepest layers) take their place, and the terms are *far* and *angle*. Where the vectors have
+    no such clusters there is one class, and the angle is replaced by the length of the whitened :math:`x`.
 
     Args:
         seed: Of the sketches and folds.
@@ -87,9 +92,11 @@ class TypicalityScorer(VectorScorer):
     term_mean_: Tensor
     term_std_: Tensor
     used_: Tensor
+    angle_offset_: Tensor
 
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
+        self._most_clusters = CLUSTERS
 
     def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
         """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
@@ -125,6 +132,21 @@ class TypicalityScorer(VectorScorer):
             raise InputError(
                 f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(rows)}."
             )
+        self._most_clusters = CLUSTERS
+        made, terms = self._cross_fit(inliers, rows, others, origin, whole)
+        if len(self.clusters_) and -terms[:, 1].mean() < self._least_cosine():
+            self._most_clusters = 1  # fresh rows are no nearer to the clusters' means than to any others
+            made, terms = self._cross_fit(inliers, rows, others, origin, whole)
+        self._learn(inliers, chosen)
+        self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
+        has_classes = self._has_classes(inliers)
+        self.used_ = torch.tensor([1.0, float(len(rows) >= ANGLE_FROM), float(has_classes), float(has_classes)])
+        return self._standardise(made).sum(dim=1)
+
+    def _cross_fit(
+        self, inliers: Observation, rows: Tensor, others: Observation, origin: Tensor, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the terms of `others` and of rows kept apart, (M, T) and (n, T), by what was learnt from the other folds."""
         values: list[Tensor] = []
         made = torch.full((len(others), len(TERMS)), torch.nan)
         for apart in folds(len(rows), seed=self.seed, whole=whole):
@@ -132,12 +154,13 @@ class TypicalityScorer(VectorScorer):
             values.extend(self._terms(block) for block in inliers.blocks(rows[apart]))
             if len(scored := apart[origin].nonzero()[:, 0]):
                 made[scored] = torch.cat([self._terms(block) for block in others.blocks(scored)])
-        terms = torch.cat(values)
-        self._learn(inliers, chosen)
-        self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
-        has_classes = self._has_classes(inliers)
-        self.used_ = torch.tensor([1.0, float(len(rows) >= ANGLE_FROM), float(has_classes), float(has_classes)])
-        return self._standardise(made).sum(dim=1)
+        return made, torch.cat(values)
+
+    def _least_cosine(self) -> float:
+        """Mean cosine of fresh rows to the nearest cluster from which on there are clusters."""
+        count, width = len(self.clusters_) - 1, len(self.angle_offset_)
+        chance = min(1.0, math.sqrt(2 * math.log(count) / width))  # of a random direction to the nearest of so many
+        return chance + CLUSTERED * (1 - chance)
 
     def left_out(self) -> dict[str, str]:
         """Return the terms that do not count, each with the reason."""
@@ -225,7 +248,7 @@ class TypicalityScorer(VectorScorer):
 
     def _learn_clusters(self, vectors: Blocks) -> tuple[Tensor, int]:
         """Let clusters stand in for the classes of a model that has none; of few rows there is only one."""
-        count = min(CLUSTERS, len(vectors) // ROWS_PER_CLUSTER)
+        count = min(self._most_clusters, len(vectors) // ROWS_PER_CLUSTER)
         if count < 2:
             return torch.zeros(len(vectors), dtype=torch.int64), 1
         columns = self.keep_.long()
