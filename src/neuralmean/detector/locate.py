@@ -36,7 +36,9 @@ def locate(detector: Detector, x: Any, *, by_layer: bool = False, batch_size: in
             found.append(torch.stack([_onto_input(own, size) for own in maps], dim=1))
         else:
             found.append(functools.reduce(torch.add, (_onto_input(own, size) for own in _sum_alike(maps))))
-    return torch.cat(found)
+    longest = max(own.shape[-1] for own in found)
+    # Batches of tokens need not be padded to one length.
+    return torch.cat([torch.nn.functional.pad(own, (0, longest - own.shape[-1])) for own in found])
 
 
 def _sum_alike(maps: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -68,7 +70,7 @@ def _batch_maps(detector: Detector, batch: Batch) -> tuple[tuple[int, ...], list
     shares = _shares(detector, found)
     maps = []
     for layer, kept, sizes in zip(layers, found.kept, shapes, strict=True):
-        own = shares[:, slices[layer.name]] / len(kept)
+        own = shares[:, slices[layer.name]].sum(dim=1) / len(kept)
         parts = [_place(weights, own, found.mask, shape) for weights, shape in zip(kept, sizes, strict=True)]
         first = parts[0].shape[1:]
         # A layer that ran several times uses the positions of its first call: the finest level of a pyramid.

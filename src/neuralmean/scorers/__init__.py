@@ -1,6 +1,6 @@
 """Scorers: from discrepancy vectors to one number per input, higher = more OOD.
 
-`make_scorer` finds one by name. Each kind has a file of its own. `check_scorer` checks one of your own.
+`make_scorer` makes one by name. Each kind has its own file. `check_scorer` checks a scorer of your own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
 from neuralmean.scorers.check import check_scorer
 from neuralmean.scorers.guided import GuidedScorer
+from neuralmean.scorers.layers import LayersScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -21,6 +22,7 @@ __all__ = [
     "SCORERS",
     "AverageScorer",
     "GuidedScorer",
+    "LayersScorer",
     "LogisticScorer",
     "MlpScorer",
     "Observation",
@@ -31,7 +33,14 @@ __all__ = [
     "make_scorer",
 ]
 
-_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, GuidedScorer, LogisticScorer, MlpScorer, TypicalityScorer)
+_KINDS: tuple[type[VectorScorer], ...] = (
+    AverageScorer,
+    GuidedScorer,
+    LayersScorer,
+    LogisticScorer,
+    MlpScorer,
+    TypicalityScorer,
+)
 SCORERS = {kind.name: kind for kind in _KINDS}
 
 
@@ -39,7 +48,7 @@ def make_scorer(name: str, options: Mapping[str, JSON] | None = None) -> VectorS
     """Return a new scorer of the kind called `name`.
 
     Raises:
-        InputError: No such kind, or options that it does not have.
+        InputError: The name or an option is unknown.
     """
     if name not in SCORERS:
         close = difflib.get_close_matches(str(name), SCORERS, n=1)
