@@ -176,7 +176,8 @@ class History:
         if self._used() > self.max_bytes:
             self._shrink()
         self.n_tidied += 1
-        self._connection.executescript("PRAGMA incremental_vacuum;")  # `execute` takes one step, which frees one page
+        # By `executescript`, as `execute` takes one step, which frees one page. The file shrinks when the log is merged into it.
+        self._connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
     def _shrink(self) -> None:
         """Delete the oldest decisions until a tenth of the room is free, in small transactions."""
