@@ -11,7 +11,7 @@ ENV PATH=/opt/nmd/bin:$PATH
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} --constraint constraints.txt torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --constraint constraints.txt '.[serve,grpc,otel]'

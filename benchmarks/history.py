@@ -118,7 +118,7 @@ def main() -> None:
             for address, seconds in answers(path):
                 print(f"  {address}: {1000 * seconds:.0f} ms", flush=True)
         found = [kill(Path(folder) / "killed.db", 2 + 0.17 * turn) for turn in range(arguments.kills)]
-        lost = max(lost for lost, _ in found)
+        lost = max((lost for lost, _ in found), default=0.0)
         print(f"{arguments.kills} kills: {lost:.2f} s lost at most, {sum(sound for _, sound in found)} files sound")
 
 

@@ -4,7 +4,7 @@
 
 DIR of the data holds cifar10-train, cifar10-test, cifar100-test and svhn-test as `.npz` with `images`. The model runs once over
 the images; the fitted detector, scores and vectors are kept in the cache. Each run splits CIFAR-10 test anew, at random, into
-held-out images and a stream, which a monitor sees four at a time.
+held-out images and a stream, which a monitor sees four at a time (32 at a time in `pure`).
 
 - pure:   streams of CIFAR-10 test alone; how many raise an alarm, against what was promised
 - near:   the stream turns wholly to CIFAR-100 at item 2,000 (`--turn`)
@@ -34,7 +34,6 @@ from neuralmean.bench import models
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.stats.held_out_profile import HeldOutProfile
 
-STEP = 4  # items at a time
 SETS = ("cifar10-test", "cifar100-test", "svhn-test")
 Found = dict[str, tuple[Tensor, Tensor]]  # scores and vectors of each set
 
@@ -45,6 +44,7 @@ class Case(NamedTuple):
     name: str
     runs: int
     after: int  # items after the turn, at most
+    step: int = 4  # items at a time
 
 
 CASES = {
@@ -52,7 +52,7 @@ CASES = {
     "far": Case("turns to SVHN", 41, 300),
     "mixed": Case("turns to 5 % SVHN", 41, 2500),
     "frozen": Case("the camera freezes", 12, 40),
-    "pure": Case("CIFAR-10 alone", 300, 2500),
+    "pure": Case("CIFAR-10 alone", 300, 2500, 32),
 }
 
 
@@ -128,18 +128,19 @@ def _profile(detector: Detector, vectors: Tensor) -> HeldOutProfile:
 
 
 def watch(detector: Detector, found: Found, case: str, run: int, arguments: argparse.Namespace) -> Run:
-    """Return what happened on one stream, seen four items at a time."""
+    """Return what happened on one stream, up to the alarm."""
     held_out, known, scores, vectors = stream(found, case, run, arguments.held_out, arguments.turn)
     calibration = Calibration.of(held_out, 0.05)
     profile = None if arguments.scores_only else _profile(detector, known)
     detector.adopt(replace(detector.learnt, calibration=calibration, source="held_out", profile=profile))
     monitor, seconds, first = Monitor(detector, false_alarm_rate=arguments.rate, seed=run), 0.0, 0
+    step = CASES[case].step
     while first < len(scores) and monitor.alarm is None:
-        few = slice(first, first + STEP)
+        few = slice(first, first + step)
         shown = None if arguments.scores_only else vectors[few].float()
         begin = time.perf_counter()
         monitor.update(Decision(scores[few], calibration), vectors=shown)
-        seconds, first = seconds + time.perf_counter() - begin, first + STEP
+        seconds, first = seconds + time.perf_counter() - begin, first + step
     alarm = monitor.alarm
     if alarm is None:
         return Run(None, None, False, seconds, first)

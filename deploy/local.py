@@ -86,7 +86,7 @@ def wait_for(
 def get(url: str, token: str | None = None) -> Any:
     """Return the JSON at an address."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
         return json.load(answer)
 
 

@@ -69,7 +69,9 @@ def _write_command_page() -> None:
 
     from neuralmean.cli.app import load_commands
 
-    command = typer.main.get_command(load_commands())
+    command: Any = typer.main.get_command(load_commands())
+    for one in command.commands.values():
+        one.short_help = (one.help or "").split("\n\n")[0].replace("\n", " ")  # else it is cut after a few words
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="nmd", title="The command: `nmd`")
     (HERE / "api" / "command.md").write_text(text, encoding="utf-8")
 

@@ -3,20 +3,20 @@
     NeuralMeanError
     ├── InputError (ValueError)                 an argument or an input that cannot be used
     │   ├── ModelInputError (RuntimeError)      the model itself could not run on the input
-    │   └── UsageError                          a command that was called in a way it does not know
+    │   └── UsageError                          a command called with wrong options
     ├── LayerNotFoundError (LookupError)        a layer name that the model does not have
     ├── LayerNotFiredError (RuntimeError)       a watched layer that took no part in the forward pass
-    ├── NotFittedError (RuntimeError)           something was asked for that `fit` or `calibrate` makes
+    ├── NotFittedError (RuntimeError)           a result that needs `fit` or `calibrate` first
     ├── CalibrationError (ValueError)           too few examples for the false-alarm rate asked for
     ├── ModelMismatchError (ValueError)         another model, or other weights, than at `fit`
     ├── ArtefactError (ValueError)              a saved file that cannot be read or written
-    ├── StorageError (OSError)                  no room on the disk for what does not fit in memory
+    ├── StorageError (OSError)                  no space on disk for a table that does not fit in memory
     └── MissingExtraError (ImportError)         an optional package that is not installed
 
     NeuralMeanWarning (UserWarning)
-    └── CalibrationWarning                      what a threshold is worth, when that is less than it seems
+    └── CalibrationWarning                      a threshold whose guarantee is weaker than it seems
 
-Messages are one sentence on what was expected and what came, and one on what to do.
+A message says in one sentence what was expected and what was given, and in another what to do.
 """
 
 
@@ -33,7 +33,7 @@ class ModelInputError(InputError, RuntimeError):
 
 
 class UsageError(InputError):
-    """A command that was called in a way it does not know."""
+    """A command was called with wrong options."""
 
 
 class LayerNotFoundError(NeuralMeanError, LookupError):
@@ -45,7 +45,7 @@ class LayerNotFiredError(NeuralMeanError, RuntimeError):
 
 
 class NotFittedError(NeuralMeanError, RuntimeError):
-    """Something was asked for that `fit` or `calibrate` makes."""
+    """A result that needs `fit` or `calibrate` first."""
 
 
 class CalibrationError(NeuralMeanError, ValueError):
@@ -61,7 +61,7 @@ class ArtefactError(NeuralMeanError, ValueError):
 
 
 class StorageError(NeuralMeanError, OSError):
-    """No room on the disk for what does not fit in memory."""
+    """There is no space on disk for a table that does not fit in memory."""
 
 
 class MissingExtraError(NeuralMeanError, ImportError):
@@ -73,4 +73,4 @@ class NeuralMeanWarning(UserWarning):
 
 
 class CalibrationWarning(NeuralMeanWarning):
-    """A threshold is worth less than it seems."""
+    """The guarantee of a threshold is weaker than it seems."""

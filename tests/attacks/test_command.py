@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_by_the_journal(saved, world):
     args = "m.nmd many --out x.json --batch-size 20 --quiet --trust-local-code"
     done = shell(f"{limited}nmd score {args}", world)
     assert done.returncode == 1
-    assert "What is finished is kept: run it again to go on" in done.stderr
+    assert "Finished parts are kept: run it again to continue" in done.stderr
     assert "the answer" not in done.stderr
     assert "Traceback" not in done.stderr
     done = shell(f"nmd score {args} --resume", world)

@@ -70,10 +70,10 @@ def test_peers_and_parts_are_rows_of_one_experiment(rows):
     assert len(rows) == 2 * len(expected)
 
 
-def test_the_energy_term_alone_is_the_energy(rows):
+def test_the_doubt_term_alone_is_the_generalised_entropy(rows):
     for ood in ("svhn", "imagenet-crop"):
         own = {(row["method"], row.get("setting")): row for row in rows if row["ood"] == ood}
-        assert own["typicality", "energy alone"]["auroc"] == pytest.approx(own["energy", None]["auroc"])
+        assert own["typicality", "doubt alone"]["auroc"] == pytest.approx(own["gen", None]["auroc"])
 
 
 def test_fewer_images_are_drawn_several_times(rows):
@@ -136,5 +136,5 @@ def test_the_report_has_one_table_of_ours_and_peers_and_a_plot(rows):
     assert [line[0] for line in overview.rows][:4] == ["Energy", "GEN", "Typicality", "Typicality, far alone"]
     (plot,) = section.plots
     assert plot.name == "ablation-resnet20-cifar10"
-    assert "without energy" in plot.svg
+    assert "without doubt" in plot.svg
     assert plots.draw("ablation", rows)[0].svg == plot.svg

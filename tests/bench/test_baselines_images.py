@@ -729,6 +729,16 @@ class TestKernels:
             torch.testing.assert_close(kernel, kernel.T)
             assert float(torch.linalg.eigvalsh(kernel).min()) > 0
 
+    def test_normalised_kernel_values_are_cosines(self, trained, draw):
+        method = cntk.Cntk(5, normalised=True)
+        fit_method(method, trained, draw, no_features)
+        images = make_images(3, seed=9, name="x", split="test")
+        left, right = trained.preprocess(images.images), method._inliers
+        assert len(right) == 5
+        norms = [method.kernel(batch, batch).double().diagonal().sqrt() for batch in (left, right)]
+        expected = -(method.kernel(left, right).double() / norms[0][:, None] / norms[1]).sum(dim=1)
+        np.testing.assert_allclose(score(method, trained, images), expected.numpy(), rtol=1e-5)
+
     @pytest.mark.parametrize("name", ["cntk", "scntk"])
     def test_the_score_is_minus_the_sum_of_kernel_values(self, name, trained, draw):
         method = fitted(name, trained, draw)

@@ -24,6 +24,7 @@ from neuralmean.bench.experiments.workbench import Sizes, Workbench
 from neuralmean.bench.features import Store
 from neuralmean.bench.protocols import few_shot
 from neuralmean.bench.results import COLUMNS, Results
+from neuralmean.bench.table import as_text
 from neuralmean.errors import InputError, NeuralMeanWarning
 
 SETS = {"cifar10-train": 60, "cifar10-test": 60, "svhn-train": 60, "svhn-test": 60, "imagenet-crop": 150}
@@ -78,6 +79,9 @@ def run_all(folders):
 def rows(folders):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "ENOUGH_SECONDS", 0.0)
+        patch.setattr(
+            latency, "FROZEN", {}
+        )  # compiling takes half a minute: see test_latency_has_times_of_a_frozen_detector
         patch.setattr(untrained, "SEEDS", (0,))
         return run_all(folders)
 
@@ -146,6 +150,21 @@ def test_rows_say_how_many_images_the_fits_used(rows):
     assert used == {"msp": (0, 0), "energy": (0, 0), "ours-avg": (0, 0), "ours-lr": (50, 50)}
     (average,) = [row for row in of(rows, "latency") if row["method"] == "ours-avg"]
     assert average["fit_passes"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, while it packs the compiled graph
+def test_latency_has_times_of_a_frozen_detector(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "ENOUGH_SECONDS", 0.0)
+    rows = experiments.run(
+        ["latency"], data=folders / "data", weights=folders / "weights", out=tmp_path / "rows.json", limit=50,
+        methods=["ours-mlp"], models=["resnet20"],
+    )  # fmt: skip
+    eager, frozen = rows
+    assert (eager.get("setting"), frozen["setting"]) == (None, "frozen")
+    assert frozen["auroc"] is None
+    assert frozen["ratio"] > 0
+    assert "Ours-MLP, frozen" in as_text(rows)
 
 
 def test_latency_times_fits_by_the_clock_of_the_run(folders, tmp_path, monkeypatch):
@@ -375,6 +394,7 @@ class TestAvailable:
             "sample-size",
             "false-alarms",
             "readings",
+            "own",
         ]
 
 

@@ -134,11 +134,13 @@ def test_sample_size_averages_over_five_draws(folders, monkeypatch):
 
 
 def test_readings_vary_one_thing_at_a_time(folders):
-    rows = _run(folders, ["readings"])
+    rows = _run(folders, ["readings"], methods=["ours-lr", "dk"])
     settings = {row["setting"] for row in rows}
     assert {"before the norm, standardised, signed", "after the norm, raw, absolute"} <= settings
     assert {"before the norm, standardised, absolute; 8 x 8 blocks", "DK, bandwidth 0.5 x median distance"} <= settings
     assert {row["ood"] for row in rows} == {"svhn", "cifar100"}
+    near = [row for row in rows if row["setting"] == "NMD and NVD, LR, 500 images of each kind"]
+    assert [(row["ood"], row["protocol"], row["fit_ood"]) for row in near] == [("cifar100", "full-access", "cifar100")]
 
 
 def test_a_list_of_openood_names_its_pictures_and_their_labels(tmp_path):

@@ -66,13 +66,14 @@ class TestInspect:
         assert lines[1].split() == ["bn1", "batchnorm", "8"]
         assert "2 layers, 24 channels" in out
         assert "batch-norm buffers" in out
-        assert "far, angle, feature, reach and energy (classes from 'fc')" in out
+        assert "far, angle, reach and doubt (classes from 'fc')" in out
 
     def test_a_saved_file_is_described(self, saved, nmd):
         code, out, _ = nmd("inspect", "m.nmd")
         assert code == 0
         assert "model: toynet:Net" in out
         assert "held_out 60" in out
+        assert "terms: far, " in out
 
     @pytest.mark.parametrize("spec", ["timm:resnet18", "torchvision:resnet18"])
     def test_peers_are_listed_without_a_download(self, nmd, spec):
@@ -264,7 +265,7 @@ class TestExplain:
         code, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png")
         assert code == 0
         assert "bn1" in out
-        assert "energy" in out
+        assert "doubt" in out
         assert "add up to the score" in out
         assert "█ raises the score, ░ lowers it" in out
 
@@ -291,7 +292,7 @@ class TestExplain:
             assert json.loads(out)["score"] == pytest.approx(row["score"], rel=1e-5)
         code, _, err = nmd("explain", "m.nmd", "many.npz#3")
         assert code == 1
-        assert "Expected an image that can be read, but got 'many.npz#3', of which there is none." in err
+        assert "Expected an image that can be read, but got 'many.npz#3', but there is none." in err
 
     def test_json_adds_up(self, saved, nmd):
         _, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png", "--format", "json")

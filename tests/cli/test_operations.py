@@ -48,6 +48,10 @@ def test_groups_may_be_folders_a_table_or_predictions(world, nmd):
     code, _, err = nmd("score", "m.nmd", "new/inner", "--groups", "g.csv")
     assert code == 1
     assert "to have a row for" in err
+    (world / "g.csv").write_text("path,group\ndoor/0000.png,door\nyard/0000.png,yard\n")
+    code, _, err = nmd("score", "m.nmd", "new/inner", "--groups", "g.csv")
+    assert code == 1
+    assert "of that file name in different groups" in err
     (world / "bad.csv").write_text("a,b\n1,2\n")
     assert nmd("score", "m.nmd", "new", "--groups", "bad.csv")[0] == 2
     assert nmd("score", "m.nmd", "new", "--groups", "camera")[0] == 2

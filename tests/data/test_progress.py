@@ -58,7 +58,6 @@ def test_lines_say_how_far_how_fast_and_how_long(capsys, monkeypatch):
     assert [re.sub(r"\d+\.\d+|\d:\d\d", "N", line) for line in lines] == [
         "Scoring: 10 of 20 images, N images/s, N left",
         "Scoring: 20 images in N, N images/s",
-        "Scoring: 20 images in N, N images/s",
     ]
 
 

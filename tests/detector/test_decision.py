@@ -91,7 +91,7 @@ def test_a_decision_is_neither_true_nor_false_and_can_be_cut(model, images):
 def test_terms_are_above_their_usual(model, images):
     detector = fitted(model, images)
     found = detector.explain(HELD_OUT)
-    for name in ("feature", "reach", "energy"):
+    for name in ("reach", "doubt"):
         assert abs(found.terms[name].mean()) < 0.5  # in units of their deviation on in-distribution inputs
     total = found.by_layer.sum(1) + sum(found.terms.values())
     torch.testing.assert_close(total, found.score, rtol=1e-3, atol=1e-3)

@@ -78,7 +78,7 @@ class TestFit:
         torch.testing.assert_close(detector.discrepancy(images).mean(0), torch.zeros(6), rtol=0, atol=1e-5)
 
     def test_a_reference_of_other_layers_is_an_error(self, model, images):
-        with pytest.raises(InputError, match="Expected a reference of the layers that are watched"):
+        with pytest.raises(InputError, match="Expected a reference of the watched layers"):
             Detector(model, layers=["bn1"], reference=Reference.from_batchnorm(model, ["bn2"]))
 
     def test_a_scorer_of_ones_own_is_called_with_vectors(self, model, images, strange):
@@ -132,7 +132,7 @@ class TestFit:
 
 class TestCalibration:
     def test_without_held_out_data_the_detector_says_what_that_is_worth(self, model, images):
-        with pytest.warns(CalibrationWarning, match="expect more false alarms than asked for: pass `held_out` data"):
+        with pytest.warns(CalibrationWarning, match="expect more false alarms than requested: pass `held_out` data"):
             detector = Detector(model, scorer="average").fit(images)
         assert detector.calibration_source == "all"
         assert "pass `held_out`" in detector.guarantee
@@ -147,9 +147,7 @@ class TestCalibration:
 
     @pytest.mark.parametrize("n", [300, 2500])
     def test_the_default_is_calibrated_on_turned_images_without_held_out_ones(self, model, n):
-        with pytest.warns(
-            CalibrationWarning, match="slightly rotated, which stands in for images that the model has not memo"
-        ):
+        with pytest.warns(CalibrationWarning, match="slightly rotated, in place of images that the model has not memo"):
             detector = Detector(model).fit(torch.rand(n, 3, 8, 8))
         assert detector.calibration_source == "rotated"
         assert len(detector.calibration.scores) == {300: 300, 2500: 500}[n]

@@ -11,7 +11,7 @@ from neuralmean.bench import models
 from neuralmean.errors import CalibrationWarning, InputError, NotFittedError
 
 
-def _fitted(model, shape=(3, 16, 16), n=80, **options):
+def _fitted(model, shape=(3, 16, 16), n=100, **options):
     data = torch.randn(n, *shape, generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CalibrationWarning)
@@ -70,7 +70,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_patches_of_a_vision_transformer_are_put_on_the_image():
     torch.manual_seed(0)
-    detector = _fitted(models.build("vit"), shape=(3, 32, 32), n=40)
+    detector = _fitted(models.build("vit"), shape=(3, 32, 32))
     x = torch.randn(2, 3, 32, 32)
     maps = detector.locate(x, by_layer=True)
     assert maps.shape == (2, len(detector.layers), 32, 32)
@@ -91,7 +91,7 @@ class _Words(nn.Module):
 
 def test_tokens_have_a_share_each_and_padding_has_none():
     torch.manual_seed(0)
-    ids, mask = torch.randint(0, 30, (60, 7)), torch.ones(60, 7, dtype=torch.int64)
+    ids, mask = torch.randint(0, 30, (120, 7)), torch.ones(120, 7, dtype=torch.int64)
     mask[:, 5:] = 0
     with pytest.warns(CalibrationWarning):
         detector = Detector(_Words().eval(), layers="norm").fit({"input_ids": ids, "attention_mask": mask})

@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
     (path / "mymodel.py").write_text(MODEL)
     noise = strangers()
     sets = {
-        "photos/train": photos(80, 1),
+        "photos/train": photos(120, 1),
         "photos/val": photos(130, 2),
         "photos/test": photos(40, 3),
         "drawings": noise,
@@ -115,7 +115,7 @@ def world(folder, tmp_path, monkeypatch):
     shutil.copy(weights, tmp_path)
     model = mymodel.build().eval()
     model.load_state_dict(load_file(weights))
-    known, unseen, strange = (as_input(images) for images in (photos(80, 1), photos(130, 2), strangers()))
+    known, unseen, strange = (as_input(images) for images in (photos(120, 1), photos(130, 2), strangers()))
     detector = Detector(model).fit(known, held_out=unseen)
     info = {
         "model": "mymodel:build",
@@ -133,6 +133,7 @@ def world(folder, tmp_path, monkeypatch):
         "id_images": known,
         "unseen_id_images": unseen,
         "ood_images": strange,
+        "ood_data": strange,
         "id_data": known,
         "held_out": unseen,
         "unseen": unseen,

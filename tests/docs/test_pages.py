@@ -14,10 +14,6 @@ PAGES = sorted(
 )
 
 
-# Pages whose parts are being rebuilt at this moment; the list must be empty before a release.
-PENDING = {"export.md", "speed.md"}
-
-
 @contextmanager
 def at_most(seconds):
     """Stop a block that waits for something that never comes."""
@@ -35,8 +31,6 @@ def at_most(seconds):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(page: Path, request):
     blocks = blocks_of(page.read_text(encoding="utf-8"))
-    if page.name in PENDING:
-        pytest.skip("the page is being rewritten")
     if not blocks:
         pytest.skip("there is no code on this page")
     namespace, nmd = request.getfixturevalue("world"), request.getfixturevalue("nmd")

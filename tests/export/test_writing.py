@@ -25,7 +25,7 @@ pytestmark = [
 SHAPE = (3, 8, 8)
 
 
-def usual(n=60, seed=1):
+def usual(n=120, seed=1):
     return torch.rand(n, *SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
@@ -358,9 +358,13 @@ def test_an_output_that_is_nothing_has_no_name(tmp_path, as_dict):
     assert names == ("logits" if as_dict else "output_0", "score", "p_value", "is_ood")
 
 
-def test_a_model_without_classes_is_exported(tmp_path):
-    detector = Detector(make_trained(), head=False).fit(usual(300), held_out=usual(100, 2))
-    assert len(detector.scorer.clusters_) > 2
+@pytest.mark.parametrize("apart", [0.0, 5.0], ids=["no clusters", "clusters"])
+def test_a_model_without_classes_is_exported(tmp_path, apart):
+    def images(n, seed):
+        return usual(n, seed) + apart * (torch.arange(n) % 3).view(-1, 1, 1, 1)
+
+    detector = Detector(make_trained(), head=False).fit(images(300, 1), held_out=images(100, 2))
+    assert bool(len(detector.scorer.clusters_)) == bool(apart)
     to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
     module = torch.export.load(tmp_path / "x.pt2").module()
     for n in (3, 40):
@@ -392,3 +396,67 @@ def test_the_batch_has_its_name(tmp_path):
     to_onnx(detector, tmp_path / "x.onnx", input_shape=SHAPE)
     graph = onnx.load(tmp_path / "x.onnx").graph
     assert [value.type.tensor_type.shape.dim[0].dim_param for value in (graph.input[0], *graph.output)] == ["batch"] * 5
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_the_alarm_rate_is_an_optional_input(tmp_path):
+    import onnxruntime
+
+    detector, x = fit("batch norm, logistic"), mixture(64)
+    to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE, check=mixture())
+    session = onnxruntime.InferenceSession(tmp_path / "d.onnx")
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    assert [value.name for value in session.get_overridable_initializers()] == ["alarm_rate"]
+    score, p_value, is_ood = session.run(["score", "p_value", "is_ood"], {"x": x.numpy()})
+    assert is_ood.tolist() == detector.predict(x).is_ood.tolist() == (p_value <= 0.05).tolist()
+    flagged = session.run(["is_ood"], {"x": x.numpy(), "alarm_rate": np.array(0.99)})[0]
+    assert flagged.tolist() == (p_value <= 0.99).tolist()
+    assert flagged.sum() > is_ood.sum()
+    assert score.shape == (64,)
+
+
+@pytest.mark.usefixtures("_onnx")
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda name, value: value + 2e-3 if name == "score" else value, r"`score` differs \("),
+        (lambda name, value: ~value if name == "is_ood" else value, "`is_ood` differs"),
+        (lambda name, value: value + 0.01 if name == "p_value" else value, "`p_value` differs"),
+        (lambda name, value: value * 1.01 if name == "output" else value, "`output` differs"),
+        (lambda name, value: value[:1] if name == "score" else value, "`score` has the shape"),
+    ],
+)
+def test_a_file_that_says_something_else_is_not_kept(tmp_path, monkeypatch, spoil, said):
+    import onnxruntime
+
+    detector, own = fit("batch norm, average"), onnxruntime.InferenceSession
+
+    class Wrong(own):
+        def run(self, names, feed, options=None):
+            found = super().run(names, feed, options)
+            return [spoil(output.name, value) for output, value in zip(self.get_outputs(), found, strict=True)]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Wrong)
+    (tmp_path / "d.onnx").write_bytes(b"before")
+    with pytest.raises(InputError, match=said + r".*No file was written"):
+        to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("d.onnx", b"before")]
+
+
+def test_a_detector_with_groups_is_not_exported(tmp_path):
+    detector = Detector(make_trained(), scorer="average").calibrate(usual(), groups=["a", "b"] * 60)
+    with pytest.raises(InputError, match="Expected a detector without groups to export"):
+        to_pt2(detector, tmp_path / "x.pt2", input_shape=SHAPE, portable=True)
+
+
+@pytest.mark.slow
+def test_compiled_code_says_what_the_detector_says(tmp_path):
+    detector, x = fit("batch norm, typicality"), mixture()
+    names = to_pt2(detector, tmp_path / "d.pt2", input_shape=SHAPE, check=mixture())
+    graph = torch._inductor.aoti_load_package(str(tmp_path / "d.pt2"))
+    for size in (24, 1):
+        found = dict(zip(names, graph(x[:size]), strict=True))
+        torch.testing.assert_close(found["score"], detector.score(x[:size]), rtol=1e-4, atol=1e-4)
+    assert_same({name: value.numpy() for name, value in zip(names, graph(x), strict=True)}, detector, x)
+    header = json.loads(graph.get_metadata()[METADATA_KEY])
+    assert header["calibration"]["threshold"] == detector.threshold

@@ -106,7 +106,7 @@ def test_a_mode_that_is_neither_bytes_nor_text_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(errno.EACCES, "may not be written to"), (errno.EROFS, "read-only disk"), (errno.EIO, "the system said")],
+    [(errno.EACCES, "may not be written to"), (errno.EROFS, "read-only disk"), (errno.EIO, "the system reported")],
     ids=["no_permission", "read_only", "other"],
 )
 def test_a_folder_that_refuses_new_files_is_one_clear_error(tmp_path, monkeypatch, code, words):

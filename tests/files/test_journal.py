@@ -106,7 +106,7 @@ def test_a_first_line_that_is_torn_is_no_other_run(out):
 def test_a_second_run_is_refused_and_may_come_later(out):
     journal = opened(out)
     with pytest.raises(
-        ArtefactError, match="to be the only run that writes .*out.csv.partial', but another one is at it"
+        ArtefactError, match="to be the only run that writes .*out.csv.partial', but another run uses it"
     ):
         opened(out)
     journal.close()
@@ -117,7 +117,7 @@ def test_a_folder_and_a_place_that_cannot_be_written_are_told(tmp_path):
     for folder in (tmp_path, tmp_path / ".."):
         with pytest.raises(ArtefactError, match="but it is a folder. Name a file inside it"):
             opened(folder)
-    with pytest.raises(ArtefactError, match="but the system said: No such file or directory. Choose another path"):
+    with pytest.raises(ArtefactError, match="but the system reported: No such file or directory. Choose another path"):
         opened(tmp_path / "none" / "out.csv")
 
 
@@ -139,16 +139,14 @@ class _Full:
 
 
 @pytest.mark.parametrize(
-    ("code", "sentence"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "the system said: no more")]
+    ("code", "sentence"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "the system reported: no more")]
 )
 def test_a_disk_that_fails_is_told_and_loses_nothing(out, code, sentence):
     write(out, "a")
     journal = opened(out)
     journal.cut()
     journal._file = _Full(journal._file, 10, code)
-    with pytest.raises(
-        ArtefactError, match=f"out.csv.partial', but {sentence}. What is finished is kept: run it again"
-    ):
+    with pytest.raises(ArtefactError, match=f"out.csv.partial', but {sentence}. Finished parts are kept: run it again"):
         journal.add("b", 1)
     journal.close()
     journal = opened(out)

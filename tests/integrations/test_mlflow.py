@@ -109,5 +109,5 @@ def test_results_and_report_are_logged(detector):
 
 
 def test_a_model_that_nobody_can_build_is_refused(detector):
-    with pytest.raises(InputError, match="Expected to know how to build the model again"):
+    with pytest.raises(InputError, match="Expected a spec to build the model from"):
         bridge.log_detector(detector)

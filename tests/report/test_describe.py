@@ -26,7 +26,7 @@ def test_the_facts_say_what_was_fitted_on_what(detector):
     assert "batch-norm buffers" in facts["Reference"].value
     assert facts["Fitted on"].value == "120 ID images"
     assert facts["Threshold from"].value == "99 scores of held-out images"
-    assert facts["Threshold"].more == "5 % false alarms asked for"
+    assert facts["Threshold"].more == "5 % false alarms requested"
     assert facts["Weights"].value == f"sha256 {detector.fingerprint[:16]}…"
     assert facts["Fitted at"].value.endswith("UTC")
 
@@ -72,8 +72,8 @@ def test_a_reference_from_data_says_how_many_images():
     from torch import nn
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
-    detector = Detector(model).fit(noise(60, 1), held_out=noise(40, 2))
-    assert as_dict(detector)["Reference"].more == "60 images"
+    detector = Detector(model).fit(noise(120, 1), held_out=noise(40, 2))
+    assert as_dict(detector)["Reference"].more == "120 images"
 
 
 def test_a_detector_that_was_only_calibrated_has_no_fit_to_tell_of():
@@ -91,7 +91,7 @@ def test_nothing_to_be_careful_about_is_nothing_said(detector):
 def test_more_false_alarms_than_asked_for_are_told(detector):
     inside = gather(detector, noise(200, 1, low=2.0, high=5.0), name="in")
     (said,) = describe.cautions(detector, inside, [], None)
-    assert "more than the 5 % asked for" in said
+    assert "more than the 5 % requested" in said
     assert "200 ID images" in said
 
 

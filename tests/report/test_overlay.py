@@ -40,6 +40,6 @@ def test_a_png_and_a_data_uri_come_out():
 
 
 def test_an_input_that_is_no_image_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="Expected an image to lay a map over"):
+    with pytest.raises(InputError, match="Expected an image to draw a map over"):
         write_overlay(tmp_path / "map.png", torch.rand(7, 4, 4), torch.rand(4, 4), None)
     assert not (tmp_path / "map.png").exists()

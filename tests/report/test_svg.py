@@ -93,6 +93,12 @@ def test_names_are_thinned_where_there_is_no_room():
     assert len(elements(canvas, "text")) == 5
 
 
+def test_names_that_fit_are_level():
+    canvas = Canvas(300, 100)
+    names_axis(canvas, Box(0, 0, 300, 50), [50, 150, 250], ["bn1", "bn2", "bn3"])
+    assert [text.get("transform") for text in elements(canvas, "text")] == [None] * 3
+
+
 def test_one_name_and_no_name_have_their_axis():
     for places, names in (([5.0], ["a"]), ([], [])):
         canvas = Canvas(100, 100)

@@ -14,6 +14,7 @@ from neuralmean.scorers.statistics import (
     k_means,
     ledoit_wolf,
     low_rank,
+    share_weights,
     shrink_means,
 )
 
@@ -46,9 +47,27 @@ def test_the_explained_share_by_hand():
     classes = torch.tensor([0, 0, 1, 1])
     means, counts = class_means(Blocks(rows), classes, 2)
     within, share = explained_share(Blocks(rows), means, classes, counts)
-    # within: (1 + 1 + 1 + 1) / (4 - 2) = 2; between: 25; tau^2 = 25 - 2 * 1 / 4 = 24.5; share = 24.5 / 26.5
-    assert within.item() == pytest.approx(2**0.5)
-    assert share.item() == pytest.approx(24.5 / 26.5)
+    # Deviations within: 1 + 1 + 1 + 1 = 4; between: 25; overall: (4 / 4 + 25) * 4 / 3 = 104 / 3.
+    # w^2 = (4 + 10 * 104 / 3) / (4 - 2 + 10) = 263 / 9; tau^2 = 25 - 263 / 9 / 4 = 637 / 36.
+    assert within.item() == pytest.approx((263 / 9) ** 0.5)
+    assert share.item() == pytest.approx(637 / 36 / (637 / 36 + 263 / 9))
+
+
+def test_a_channel_that_fires_in_one_row_of_a_class_of_its_own_keeps_a_deviation():
+    """Its deviation within classes is 0; the floor grows with the overall one and shrinks with the degrees of freedom."""
+    rows = torch.zeros(100, 1).double()
+    rows[0] = 5.0
+    classes = torch.arange(100) // 2
+    classes[0], classes[1] = 50, 51
+    means, counts = class_means(Blocks(rows), classes, 52)
+    within, _ = explained_share(Blocks(rows), means, classes, counts)
+    assert within.item() == pytest.approx(rows.std().item() * (10 / (100 - 51 + 10)) ** 0.5)
+
+
+def test_the_weights_of_columns_by_hand():
+    # 10 rows more than classes: 10 * 0.5 + 10 = 15 and 10 * 0 + 10 = 10
+    assert share_weights(torch.tensor([0.5, 0.0]), 10).tolist() == pytest.approx([0.6, 0.4])
+    assert share_weights(torch.tensor([0.5, 0.0]), 0).tolist() == pytest.approx([0.5, 0.5])
 
 
 def test_classes_that_are_alike_explain_nothing_on_average():

@@ -7,6 +7,7 @@ import torch
 
 from neuralmean.errors import InputError
 from neuralmean.scorers import Observation, TypicalityScorer
+from neuralmean.scorers.typicality import ANGLE_FROM, generalised_entropy
 
 
 def clustered(n, seed, classes=3, width=20, spread=1.0):
@@ -32,15 +33,19 @@ def _reference_far(scorer_rows, rows):
         values = columns[c]
         grand = sum(values) / n
         means = [sum(v for v, g in zip(values, classes, strict=True) if g == j) / classes.count(j) for j in range(k)]
-        within = sum((v - means[g]) ** 2 for v, g in zip(values, classes, strict=True)) / (n - k)
+        overall = sum((v - grand) ** 2 for v in values) / (n - 1)
+        squares = sum((v - means[g]) ** 2 for v, g in zip(values, classes, strict=True))
+        within = (squares + 10 * overall) / (n - k + 10)
         between = sum(classes.count(j) / n * (means[j] - grand) ** 2 for j in range(k))
         tau = max(between - within * (k - 1) / n, 0)
         means = [grand + tau / (tau + within / classes.count(j)) * (means[j] - grand) for j in range(k)]
-        shares.append(tau / (tau + within))
+        shares.append((n - k) * tau / (tau + within) + 10)
         terms.append(
             [
-                abs(rows.vector[i, c].item() - sum(p * m for p, m in zip(probabilities[i], means, strict=True)))
-                / within**0.5
+                abs(
+                    max(-10.0, min(10.0, (rows.vector[i, c].item() - grand) / within**0.5))
+                    - sum(p * (m - grand) for p, m in zip(probabilities[i], means, strict=True)) / within**0.5
+                )
                 for i in range(len(rows))
             ]
         )
@@ -55,10 +60,86 @@ def test_the_far_term_equals_its_formula():
     )
 
 
-def test_the_energy_term_equals_its_formula():
+def _reference_doubt(row, gamma=0.1):
+    total = sum(math.exp(value) for value in row)
+    likely = sorted((math.exp(value) / total for value in row), reverse=True)[: max(10, len(row) // 10)]
+    return sum(q**gamma * (1 - q) ** gamma for q in likely)
+
+
+@pytest.mark.parametrize("classes", [2, 7, 300])
+def test_the_doubt_term_equals_its_formula(classes):
+    logits = 3 * torch.randn(6, classes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = [_reference_doubt(row) for row in logits.tolist()]
+    assert generalised_entropy(logits).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_doubt_tells_confident_predictions_apart_in_single_precision():
+    """In single precision 1 - q is 0 from a lead of 17 on, and the naive formula jumps."""
+    leads = torch.tensor([5.0, 20.0, 40.0, 80.0])
+    logits = torch.stack([leads, torch.zeros(4)], dim=1)
+    doubt = generalised_entropy(logits)
+    torch.testing.assert_close(doubt.double(), generalised_entropy(logits.double()), rtol=1e-5, atol=1e-7)
+    assert (doubt.diff() < 0).all()
+
+
+def test_the_reach_term_is_energy_over_length():
     scorer, rows = TypicalityScorer().fit(clustered(200, 0)), clustered(4, 1)
-    expected = [-math.log(sum(math.exp(value) for value in row)) for row in rows.logits.tolist()]
-    assert scorer._terms(rows)[:, 4].tolist() == pytest.approx(expected, rel=1e-5)
+    length = scorer._angle.with_length(scorer._standardised(rows))[1].tolist()
+    energy = [-math.log(sum(math.exp(value) for value in row)) for row in rows.logits.tolist()]
+    assert scorer._terms(rows)[:, 2].tolist() == pytest.approx(
+        [e / n for e, n in zip(energy, length, strict=True)], rel=1e-5
+    )
+
+
+def test_an_input_that_lies_nearer_than_usual_gains_nothing_by_it():
+    train = clustered(500, 0)
+    scorer = TypicalityScorer().fit(train)
+    near = Observation(train.vector * 0 + scorer.centre_.mean(), train.logits, train.feature)
+    assert (scorer.standard_terms(near)[:, 0] >= 0).all()
+    assert (scorer.standard_terms(clustered(500, 1))[:, 0] == 0).float().mean() > 0.3
+
+
+def test_a_channel_that_hardly_ever_fires_decides_nothing():
+    def spiked(rows, height):
+        spike = torch.zeros(len(rows), 1)
+        spike[0] = height
+        return Observation(torch.cat([rows.vector, spike], dim=1), rows.logits, rows.feature)
+
+    train, fresh = clustered(300, 0), clustered(100, 1)
+    plain, scorer = TypicalityScorer().fit(spiked(train, 0.0)), TypicalityScorer().fit(spiked(train, 1e-3))
+    torch.testing.assert_close(scorer.term_std_, plain.term_std_, rtol=0.2, atol=0)
+    usual, struck, hit_harder = plain.score(spiked(fresh, 0.0)), *(scorer.score(spiked(fresh, h)) for h in (50.0, 5e6))
+    assert (struck - usual)[1:].abs().max() < 0.5
+    torch.testing.assert_close(struck, hit_harder)  # however far it fires, it counts as ten deviations
+
+
+@pytest.mark.parametrize("factor", [10.0, 1e3, 1e6])
+def test_an_input_of_huge_activations_is_not_typical_for_its_confidence(factor):
+    scorer, fresh = TypicalityScorer().fit(clustered(300, 0)), clustered(100, 1)
+    huge = Observation(fresh.vector * factor, fresh.logits * factor, fresh.feature * factor)
+    assert scorer.score(huge).min() > scorer.score(fresh).max()
+
+
+def test_few_examples_leave_the_angle_out_and_say_so():
+    scorer = TypicalityScorer().fit(clustered(ANGLE_FROM - 1, 0))
+    assert scorer.left_out() == {"angle": "it takes 100 examples"}
+    rows = clustered(20, 1)
+    assert scorer.standard_terms(rows)[:, 1].abs().max() == 0
+    parts = scorer.contributions(rows).sum(dim=1) + sum(scorer.terms(rows).values())
+    torch.testing.assert_close(parts, scorer.score(rows), rtol=1e-4, atol=1e-4)
+    assert TypicalityScorer().fit(clustered(ANGLE_FROM, 0)).left_out() == {}
+
+
+def test_rows_made_of_others_are_scored_by_what_was_learnt_without_their_origin():
+    """Copies of the rows themselves: scored by the fold without them, as fresh rows are, and not as rows that were learnt."""
+    train, fresh = clustered(200, 0, width=400), clustered(200, 1, width=400)
+    scorer = TypicalityScorer()
+    crossed = scorer.fit_and_score(train, None, train, torch.arange(200))
+    assert crossed.isnan().sum() == 0
+    again = TypicalityScorer().fit(train)
+    torch.testing.assert_close(scorer.score(fresh), again.score(fresh))
+    assert (crossed.median() - again.score(fresh).median()).abs() < 0.5
+    assert again.score(train).median() < crossed.median() - 0.5
 
 
 def test_the_angle_is_minus_the_cosine_to_the_nearest_class():
@@ -159,3 +240,16 @@ def test_classes_that_never_occur_change_nothing_and_cost_nothing():
     # Their energy and softmax are other ones, but what was learnt of the vectors is the same.
     torch.testing.assert_close(found.left_[[5, 70_000, 99_999]] @ found.right_, expected.left_ @ expected.right_)
     assert torch.isfinite(found.score(among_many(rows))).all()
+
+
+@pytest.mark.parametrize(("classes", "clustered_"), [(3, True), (1, False)], ids=["clusters", "none"])
+def test_clusters_replace_classes_only_where_there_are_some(classes, clustered_):
+    def strip(rows):
+        return Observation(rows.vector, None, None)
+
+    scorer = TypicalityScorer().fit(strip(clustered(600, 0, classes=classes, width=60)))
+    assert bool(len(scorer.clusters_)) == clustered_
+    strange = strip(clustered(100, 2, classes=classes, width=60, spread=2.0))
+    assert scorer.score(strange).median() > scorer.score(strip(clustered(300, 1, classes=classes, width=60))).quantile(
+        0.95
+    )

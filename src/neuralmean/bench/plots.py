@@ -188,6 +188,7 @@ def _layers(rows: Sequence[Row], which: str) -> Plot:
 
 def _latency(rows: Sequence[Row], which: str) -> Plot:
     """AUROC against the time to fit and against the time for one image, as in figure 1."""
+    rows = [row for row in rows if row["auroc"] is not None]  # the others are times of a frozen detector
     figure, axes = _figure(width=9.0, height=4.6, columns=2)
     panels = (("fit_seconds", "time to fit, s"), ("ratio", "one image, times the plain forward pass"))
     for panel, (key, label) in zip(axes, panels, strict=True):

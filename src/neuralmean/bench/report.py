@@ -27,6 +27,8 @@ _LEGEND = (
     "ImageNet-R, LSUN-C and LSUN-R; today ImageNet-C and ImageNet-R mean other sets."
 )
 
+_LONG = 20  # rows; a longer table is folded in Markdown
+
 
 @dataclass(frozen=True)
 class Section:
@@ -142,8 +144,14 @@ def to_markdown(sections: Iterable[Section], rows: Sequence[Row], plots_folder: 
         parts += [f"![{plot.alt}]({plots_folder}/{plot.name}.svg)" for plot in section.plots]
         parts += [text for text in (section.remark, section.gaps) if text]
         for table in section.tables:
-            parts += [f"**{table.caption}**", _markdown_table(table)]
+            parts += _folded(table) if len(table.rows) > _LONG else [f"**{table.caption}**", _markdown_table(table)]
     return "\n\n".join(parts) + "\n"
+
+
+def _folded(table: Table) -> list[str]:
+    """Return a long table that a click opens: the page stays one that can be read."""
+    summary = f"<summary>{escaping.escape(table.caption)}: {len(table.rows)} rows</summary>"
+    return [f"<details>\n{summary}", _markdown_table(table), "</details>"]
 
 
 def _where(section: Section) -> str:

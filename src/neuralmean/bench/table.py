@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from neuralmean.bench import titles
 from neuralmean.bench.results import Row
-from neuralmean.bench.tables import Table, near_and_far
+from neuralmean.bench.tables import Table, accuracy_words, make_tables, near_and_far
 
 
 def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
@@ -18,11 +18,13 @@ def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        if isinstance(row.get(figure), (int, float)):
+        if isinstance(row.get(figure), (int, float)) and row["experiment"] != "latency":
             key = tuple(str(row.get(name) or "") for name in ("experiment", "model", "id", "protocol", "limit"))
             groups.setdefault(key, []).append(row)
     alarms = [row for row in rows if "false_alarms" in row]
     tables = [text for key, group in groups.items() for text in _tables(key, group, figure)]
+    times = [row for row in rows if row["experiment"] == "latency"]
+    tables += [_aligned(table, "") for table in make_tables("latency", times)]
     return "\n\n".join([*tables, *_alarms(alarms)])
 
 
@@ -39,15 +41,15 @@ def _alarms(rows: Sequence[Row]) -> list[str]:
 def _tables(key: tuple[str, ...], rows: list[Row], figure: str) -> list[str]:
     """Return the table of a figure, and for ImageNet the means over near and far sets, as on OpenOOD's leaderboard."""
     whole = _table(key, rows, figure)
-    return [whole, _aligned(near_and_far(titles.of_model(key[1]), rows))] if key[0] == "imagenet" else [whole]
+    return [whole, _aligned(near_and_far(titles.of_model(key[1]), rows), ", %")] if key[0] == "imagenet" else [whole]
 
 
-def _aligned(table: Table) -> str:
+def _aligned(table: Table, unit: str) -> str:
     """Return a table as text, names to the left and figures to the right."""
     lines = [table.columns, *table.rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(table.columns))]
     ordered = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines)
-    return "\n".join([f"{table.caption}, %", *ordered])
+    return "\n".join([f"{table.caption}{unit}", *ordered])
 
 
 def _table(key: tuple[str, ...], rows: list[Row], figure: str) -> str:
@@ -57,7 +59,8 @@ def _table(key: tuple[str, ...], rows: list[Row], figure: str) -> str:
     sets = list(dict.fromkeys(row["ood"] for row in rows))
     common = [name for name in sets if all((method, name) in values for method in methods)]
     quick = f", at most {limit} images" if limit else ""
-    title = f"{experiment}: {titles.of_model(model)} on {titles.of_set(inside)}, {protocol}{quick}"
+    which = f"{titles.of_model(model)} on {titles.of_set(inside)}{accuracy_words(rows)}"
+    title = f"{experiment}: {which}, {protocol}{quick}"
     width = max(map(len, methods)) + 2
     columns = [max(len(name), 5) + 2 for name in sets]
     lines = [f"{title}; {figure.upper()} in %", "".ljust(width) + "   mean" + "".join(map(str.rjust, sets, columns))]

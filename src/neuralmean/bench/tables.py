@@ -13,6 +13,7 @@ from neuralmean.bench import titles
 from neuralmean.bench.data import ALTERATIONS
 from neuralmean.bench.experiments import paper
 from neuralmean.bench.experiments.imagenet import NEAR
+from neuralmean.bench.models.registry import is_weak
 from neuralmean.bench.results import Row
 
 DAGGER = "†"
@@ -41,7 +42,7 @@ def make_tables(name: str, rows: Sequence[Row]) -> list[Table]:
     tables = []
     for model, inside in dict.fromkeys((row["model"], row["id"]) for row in rows):
         own = [row for row in rows if (row["model"], row["id"]) == (model, inside)]
-        caption = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID"
+        caption = f"{titles.of_model(model)}, {titles.of_set(inside)} as ID{accuracy_words(own)}"
         varied = any(row.get("setting") for row in own)
         if len({row["ood"] for row in own}) > 1 and (name == "ablation" or not varied):
             tables.append(near_and_far(caption, own) if name == "imagenet" else _overview(caption, own))
@@ -174,27 +175,43 @@ def _latency_table(rows: Sequence[Row], apart: Sequence[str]) -> Table:
     first = rows[0]
     lines = [("Plain pass", *[NOTHING] * 3, f"{first['plain_ms']:.1f}", _number(base), "1.00", "1.00", "1", NOTHING)]
     for row in rows:
-        theirs = paper.timing(row["method"])
+        theirs = None if row.get("setting") else paper.timing(row["method"])
         ratio = None if theirs is None or base is None else theirs.latency_ms / base
         lines.append(
             (
-                titles.of_method(row["method"]),
+                label_of(row),
                 _percent(row["auroc"]),
-                _number(row["fit_seconds"]),
+                _number(row.get("fit_seconds")),
                 _number(None if theirs is None else theirs.fit_seconds),
                 _number(row["latency_ms"]),
                 _number(None if theirs is None else theirs.latency_ms),
                 _number(row["ratio"], 2),
                 _number(ratio, 2),
-                _number(row["passes_per_image"]),
-                _number(row["peak_mb"], 0),
+                _number(row.get("passes_per_image")),
+                _number(row.get("peak_mb"), 0),
             )
         )
     sets = f"{titles.of_set(first['id'])} against {titles.of_set(first['ood'])}"
     machines = " and ".join(dict.fromkeys(str(row["machine"]) for row in rows))
     where = f"{_span(rows, 'threads')} threads, {machines}, median of {_span(rows, 'repeats')} images"
-    caption = f"{', '.join([titles.of_model(first['model']), sets, *_run_words(first, apart)])}; {where}"
+    model = f"{titles.of_model(first['model'])}{accuracy_words(rows)}"
+    caption = f"{', '.join([model, sets, *_run_words(first, apart)])}; {where}"
     return Table(caption, columns, tuple(lines), names=1)
+
+
+def accuracy_words(rows: Sequence[Row]) -> str:
+    """Say how accurate the model of some rows is, and whether that is less than its architecture should reach.
+
+    Example:
+        >>> accuracy_words([{"model": "resnet34", "id": "cifar10", "model_accuracy": 88.4}])
+        ' (88.4 % accuracy: a weak network)'
+    """
+    known = sorted({row["model_accuracy"] for row in rows if row.get("model_accuracy") is not None})
+    if not known:
+        return ""
+    weak = any(is_weak(row["model"], row["id"], row.get("model_accuracy")) for row in rows)
+    said = " and ".join(f"{value:.1f}" for value in known)
+    return f" ({said} % accuracy{': a weak network' if weak else ''})"
 
 
 def told_apart_by(rows: Sequence[Row]) -> tuple[str, ...]:

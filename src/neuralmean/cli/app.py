@@ -1,4 +1,4 @@
-"""The application: its commands, and how errors and warnings reach the person at the terminal."""
+"""The application: its commands, and how errors and warnings are shown at the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neuralmean.models import allocator as memory
 app = typer.Typer(
     name="nmd",
     help="Tells you when a PyTorch model is looking at something it was not trained for.",
-    epilog="Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 something is OOD (with --fail-on-ood).",
+    epilog="Exit codes: 0 fine, 1 failed, 2 wrong usage, 3 something is OOD (with `--fail-on-ood`).",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -64,12 +64,12 @@ def load_commands() -> typer.Typer:
 
 
 def _open_closed_streams() -> None:
-    """Put something in the place of standard streams that were closed, so that no file of ours takes their numbers."""
+    """Reopen closed standard streams, so that no other file gets their descriptors."""
     for number, name, mode in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, mode)  # takes the lowest number that is free; writing to this stdout is an error
+            os.open(os.devnull, mode)  # takes the lowest free descriptor; writing to this stdout is an error
             how = "r" if number == 0 else "w"
             setattr(sys, name, open(number, how, closefd=False, encoding="utf-8"))  # noqa: SIM115 - a descriptor
 
@@ -80,14 +80,14 @@ def main() -> None:
     load_commands()
     warnings.showwarning = _show_warning
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may hold any bytes
     try:
         app()
     except NeuralMeanError as error:
         typer.echo("\n".join(map(printable, f"Error: {error}".splitlines())), err=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: there is nobody to tell
+        sys.stderr.close()  # the reader of the output is gone
         sys.exit(1)
     except MemoryError:
         typer.echo("Error: out of memory. Use a smaller --batch-size.", err=True)
@@ -95,7 +95,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None:
             typer.echo(f"Error: {error}.", err=True)
-        else:  # stdout, most likely; Python would try to flush it again on exit
+        else:  # most likely stdout, which Python would flush again on exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             typer.echo(f"Error: expected to write the answer, but {error.strerror or error}.", err=True)
         sys.exit(1)

@@ -40,11 +40,11 @@ class Precisions(str, Enum):
 
 @bench.command("list", epilog="Example: `nmd bench list --methods`.")
 def list_(
-    methods: Annotated[bool, typer.Option("--methods", help="Name every method instead.")] = False,
+    methods: Annotated[bool, typer.Option("--methods", help="List the methods instead.")] = False,
     data: Data = Path("data"),
     weights: Models = Path("weights"),
 ) -> None:
-    """Show every experiment, what of the paper it is, and whether data and weights for it are here."""
+    """List the experiments, the parts of the paper they reproduce, and whether their data and weights are available."""
     if methods:
         from neuralmean.bench import baselines
 
@@ -55,7 +55,7 @@ def list_(
 
     if data.is_dir() and weights.is_dir():
         for entry in experiments.available(data, weights):
-            state = f"ready: {'; '.join(entry.ready)}" if entry.ready else "nothing here for it"
+            state = f"ready: {'; '.join(entry.ready)}" if entry.ready else "no data for it"
             typer.echo(f"{entry.name:<15}{entry.title} ({entry.reference})\n{'':<15}{state}")
             if entry.missing:
                 typer.echo(f"{'':<15}missing: {', '.join(entry.missing)}")
@@ -63,7 +63,7 @@ def list_(
     for name in experiments.names():
         found = experiments.get(name)
         typer.echo(f"{name:<15}{found.title} ({found.reference})")
-    typer.echo("Say --data DIR and --weights DIR to see what can be run.", err=True)
+    typer.echo("Pass --data DIR and --weights DIR to see what can be run.", err=True)
 
 
 @bench.command(epilog="Example: `nmd bench run statistical few-shot --data data --weights weights --out results.json`.")
@@ -71,7 +71,7 @@ def run(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all by default.")] = None,
     data: Data = Path("data"),
     weights: Models = Path("weights"),
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Results file; rows that are there stay.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Results file; existing rows are kept.")] = Path(
         "results.json"
     ),
     cache: Annotated[
@@ -79,7 +79,7 @@ def run(
         typer.Option("--cache", metavar="DIR", help="Folder of the feature cache; next to --out by default."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=50, help="At most so many images of a set: a quick look.")
+        int | None, typer.Option("--limit", min=50, help="Maximum number of images of a set, for a quick run.")
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only these methods; may be repeated.")] = None,
     models: Annotated[
@@ -91,9 +91,9 @@ def run(
     id_set: Annotated[
         str | None, typer.Option("--id", metavar="SET", help="The set that models given as specs were trained on.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make rows again that are in the results file.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Compute rows again that are in the results file.")] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes to share the work.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of worker processes.")] = 1,
     quiet: options.Quiet = False,
 ) -> None:
     """Run experiments; an interrupted run resumes where it stopped."""
@@ -119,12 +119,14 @@ def run(
 @bench.command(epilog="Example: `nmd bench report results.json --html results.html --markdown results.md`.")
 def report(
     results: Annotated[Path, typer.Argument(metavar="FILE", help="A results file.", show_default=False)],
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where the HTML page goes.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page to this file.")
+    ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Where the Markdown page goes.")
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown page to this file.")
     ] = None,
 ) -> None:
-    """Write results next to the paper's figures, with differences and plots."""
+    """Show results next to the paper's figures, with differences and plots."""
     from neuralmean.bench import report as work
 
     if not results.name:
@@ -141,20 +143,23 @@ def report(
 def train(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A model; see `nmd bench models`.", show_default=False)],
     id_set: Annotated[str, typer.Option("--id", metavar="SET", help="The set to train on.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The weights to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the weights to.")],
     data: Data = Path("data"),
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipe's.")] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="Choose image sizes and epochs to fit: 45m, 3h.")
+        str | None,
+        typer.Option(
+            "--budget", metavar="TIME", help="Time for training, such as 45m or 3h; sets image sizes and epochs."
+        ),
     ] = None,
     recipe: Annotated[Recipes | None, typer.Option("--recipe", help="full: that of the architecture's paper.")] = None,
     init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="Weights to start from.")] = None,
     precision: Annotated[
-        Precisions, typer.Option("--precision", help="auto: bfloat16 where a trial shows it to work and to be faster.")
+        Precisions, typer.Option("--precision", help="auto: bfloat16 if a trial shows that it works and is faster.")
     ] = Precisions.auto,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many images.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of everything random.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are there.")] = False,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of images.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing weights.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a model; after an interruption, run the same command again to resume."""
@@ -182,9 +187,11 @@ def train(
 @bench.command("data", epilog="Example: `nmd bench data --data data --download svhn`.")
 def data_(
     data: Data = Path("data"),
-    download: Annotated[list[str] | None, typer.Option("--download", metavar="SET", help="Get a set first.")] = None,
+    download: Annotated[
+        list[str] | None, typer.Option("--download", metavar="SET", help="Download this set first.")
+    ] = None,
 ) -> None:
-    """Show which image sets are found where, and how to get those that are missing."""
+    """List the image sets that were found, and how to get the missing ones."""
     from neuralmean.bench import data as sets
 
     for name in download or []:
@@ -201,10 +208,10 @@ def data_(
 def models(
     data: Data = Path("data"),
     weights: Models = Path("weights"),
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="At most so many test images.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of test images.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show every architecture, and the measured and expected accuracy of the trained ones."""
+    """List every architecture, with the measured and expected accuracy of the trained ones."""
     from neuralmean.bench import data as sets
     from neuralmean.bench import models as zoo
     from neuralmean.bench.models.evaluate import accuracy, expected_accuracy

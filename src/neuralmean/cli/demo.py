@@ -1,7 +1,7 @@
-"""The main job on data that comes with scikit-learn: train a small model, attach, detect.
+"""The main task on data of scikit-learn: train a small model, attach a detector, detect.
 
-A batch-norm network learns the digits 0 to 7. Digits 8 and 9 are near to what it knows, patches of photographs are far.
-Nothing here is downloaded, and all of it takes seconds.
+A batch-norm network learns the digits 0 to 7. Digits 8 and 9 are near the training data, patches of photographs are far from it.
+Nothing is downloaded, and everything takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neuralmean.models.spec import DEMO
 from neuralmean.stats.metrics import evaluate
 
 KNOWN_DIGITS = 8
-_IMAGES = 4  # of each kind that are written beside the detector, to be scored
+_IMAGES = 4  # images of each kind that are written next to the detector, for scoring
 
 
 class DigitNet(nn.Module):
@@ -57,7 +57,7 @@ class DemoData:
 
     @property
     def strangers(self) -> dict[str, Tensor]:
-        """The unknown images that no detector learns from: the second half of each kind."""
+        """The unknown images that no detector has learnt from: the second half of each kind."""
         return {
             "digits 8 and 9": self.near[len(self.near) // 2 :],
             "photo patches": self.far[len(self.far) // 2 :],
@@ -66,7 +66,7 @@ class DemoData:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """How one way of detecting did against one kind of strange input; percentages."""
+    """Result of one detector on one kind of unknown input, in percent."""
 
     method: str
     needs: str
@@ -78,7 +78,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class Demo:
-    """A trained model, its detector, and what came out."""
+    """A trained model, its detector, and the results."""
 
     data: DemoData
     model: DigitNet
@@ -127,7 +127,7 @@ def train_model(data: DemoData, *, epochs: int = 12, seed: int = 0) -> DigitNet:
 
 
 def run(seed: int = 0) -> Demo:
-    """Train, attach every kind of detector, and measure each against near and far strangers."""
+    """Train, attach every kind of detector, and measure each on near and far unknown images."""
     data = load_data(seed)
     model = train_model(data, seed=seed)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def _cut_patches(photos: list[np.ndarray], count: int, random: np.random.Generat
 
 
 def save_detector(demo: Demo, folder: Path) -> Path:
-    """Write the default detector, the weights it belongs to and a few images of each kind, and return where the detector is."""
+    """Write the default detector, its weights and a few images of each kind, and return the path of the detector."""
     from PIL import Image
     from safetensors.torch import save
 
@@ -223,7 +223,7 @@ def save_detector(demo: Demo, folder: Path) -> Path:
 
 
 def write_demo_report(demo: Demo, path: Path) -> Path:
-    """Write the HTML report of the default detector against both kinds of strangers, and return where it is."""
+    """Write the HTML report of the default detector on both kinds of unknown images, and return its path."""
     from neuralmean.report import write_report
 
     title = "A network that learnt the digits 0 to 7 meets something else"

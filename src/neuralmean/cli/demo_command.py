@@ -18,7 +18,9 @@ def demo(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", metavar="DIR", help="Where the picture, the report, the detector, its weights and some images go."
+            "--out",
+            metavar="DIR",
+            help="Folder for the picture, the report, the detector, its weights and some images.",
         ),
     ] = Path("demo-output"),
     seed: Annotated[int, typer.Option("--seed", help="Seed of data split and training.")] = 0,
@@ -34,10 +36,8 @@ def demo(
         ) from None
     typer.echo("Training a small network on the digits 0 to 7 of scikit-learn…", err=True)
     result = job.run(seed)
-    typer.echo(
-        f"It recognises {result.accuracy:.1f} % of unseen digits. How well does each detector find what is strange?\n"
-    )
-    typer.echo(f"{'detector':<21}{'was given':<21}{'tested on':<16}{'AUROC':>7}{'caught':>9}{'false alarms':>14}")
+    typer.echo(f"It recognises {result.accuracy:.1f} % of unseen digits. Results of each detector on unknown images:\n")
+    typer.echo(f"{'detector':<21}{'learnt from':<21}{'tested on':<16}{'AUROC':>7}{'caught':>9}{'false alarms':>14}")
     for row in result.rows:
         numbers = f"{row.auroc:>6.1f}%{row.caught:>8.1f}%{row.false_alarms:>13.1f}%"
         typer.echo(f"{row.method:<21}{row.needs:<21}{row.ood:<16}{numbers}")
@@ -45,6 +45,6 @@ def demo(
     job.save_picture(result, picture)
     saved = job.save_detector(result, out)
     typer.echo(f"\nThe picture: {picture}\nThe report: {job.write_demo_report(result, out / 'report.html')}")
-    # `make demo` has the command in a folder of its own.
+    # `make demo` has the command in its own environment.
     nmd = "nmd" if shutil.which("nmd") else f"{sys.executable} -m neuralmean"
     typer.echo(f"The detector: {saved}. Try `{nmd} score {saved} {out / 'images'}`, or `{nmd} serve {saved}`.")

@@ -1,4 +1,4 @@
-"""`nmd explain`: which layers saw something strange, and where in the image."""
+"""`nmd explain`: which layers make the score high, and where in the image."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ def explain(
             metavar="IMAGE", help="An image, or a row of an array file as `nmd score` names it.", show_default=False
         ),
     ],
-    top: Annotated[int, typer.Option("--top", min=1, help="How many channels to show.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of channels to show.")] = 5,
     format_: Annotated[str, typer.Option("--format", help="table or json.")] = "table",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="PNG", help="Write the image with a map of where the score comes from."),
+        typer.Option(
+            "--out", metavar="PNG", help="Write the image with a map of where the score comes from to this PNG file."
+        ),
     ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Show how much each layer, and with --out each place, adds to the score of an image."""
+    """Show how much each layer, and with --out each place, contributes to the score of an image."""
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
     from neuralmean.detector.saved import open_saved
@@ -56,7 +58,7 @@ def explain(
         batches = ImageBatches([path], opened.need_preprocessing(), workers=0, skip=lambda name: name != wanted)
     batch = next(iter(batches), None)
     if batch is None:
-        reason = f": {batches.unreadable[0]}" if batches.unreadable else ", of which there is none."
+        reason = f": {batches.unreadable[0]}" if batches.unreadable else ", but there is none."
         raise InputError(f"Expected an image that can be read, but got {image!r}{reason}")
     decision, found = opened.detector.predict(batch.images[:1])[0], opened.detector.explain(batch.images[:1])
     if out is not None:

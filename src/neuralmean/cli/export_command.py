@@ -17,7 +17,7 @@ from neuralmean.errors import InputError, UsageError
 )
 def export(
     saved: options.Saved,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to: .onnx or .pt2.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write: .onnx or .pt2.")],
     check: Annotated[
         list[str] | None,
         typer.Option("--check", metavar="DIR", help="Images on which the file is compared with the library."),
@@ -29,7 +29,7 @@ def export(
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Write the model with its detector as one graph; outputs: the model's own, score, p_value, is_ood."""
+    """Write the model with its detector as one graph; its outputs are the model's own, score, p_value and is_ood."""
     from neuralmean import export as work
     from neuralmean.data.images import ImageBatches
     from neuralmean.detector.saved import open_saved

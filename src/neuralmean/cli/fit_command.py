@@ -24,7 +24,7 @@ def fit(
     id_data: Annotated[
         list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the detector.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the detector to.")],
     ood: Annotated[
         list[str] | None, typer.Option("--ood", metavar="PATH", help="Out-of-distribution images, if any.")
     ] = None,
@@ -113,11 +113,11 @@ def fit(
             return None
         return CountedBatches(paths, how, batch_size=batch_size, workers=workers, on_unreadable=options.tell_unreadable)
 
-    if not quiet:
-        needed = examples_needed(false_alarm_rate, confidence)
-        sure = "" if confidence is None else f" that holds with a confidence of {confidence:g}"
+    if confidence is not None and not quiet:
         typer.echo(
-            f"A false-alarm rate of {false_alarm_rate:g}{sure} needs at least {needed:,} held-out images.", err=True
+            f"A false-alarm rate of {false_alarm_rate:g} that holds with a confidence of {confidence:g} needs at least "
+            f"{examples_needed(false_alarm_rate, confidence):,} held-out images.",
+            err=True,
         )
     with options.progress(quiet):
         if engine == "ray":

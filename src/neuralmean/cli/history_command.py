@@ -27,9 +27,9 @@ def history(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write the decisions here: .parquet or .csv.")
     ] = None,
-    flagged: Annotated[bool, typer.Option("--flagged", help="Only the flagged ones.")] = False,
+    flagged: Annotated[bool, typer.Option("--flagged", help="Write only the flagged ones.")] = False,
 ) -> None:
-    """Show the days and alarms of a history, or write its decisions to a table."""
+    """Show the days and alarms of a history, or write its decisions to a file."""
     from neuralmean.errors import UsageError
     from neuralmean.files.atomic import check_target
     from neuralmean.service.history import read_rows
@@ -56,12 +56,12 @@ def _show(path: Path) -> None:
             share = f"{100 * row['n_ood'] / row['n']:.1f} %"
             typer.echo(f"{_day(row['start']):<12}{row['n']:>12,}{row['n_ood']:>10,}{share:>8}{row['n_alarms']:>8}")
     for alarm in read_alarms(path, limit=20):
-        when = datetime.fromtimestamp(alarm["time"]).strftime("%Y-%m-%d %H:%M")  # the reader's own time
+        when = datetime.fromtimestamp(alarm["time"]).strftime("%Y-%m-%d %H:%M")  # in local time
         typer.echo(printable(f"Alarm {alarm['id']}, {when}: {alarm.get('sentence', '')}"))
 
 
 def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d")  # the reader's own time
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d")  # in local time
 
 
 def _write_csv(out: Path, rows: Iterator[HistoryRow]) -> int:

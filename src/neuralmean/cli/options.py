@@ -41,7 +41,7 @@ Crop = Annotated[
     typer.Option(
         "--crop",
         metavar="MODE[:SHARE]",
-        help="`center:0.875` resizes the short side to size / 0.875 and cuts the centre; `squash`; `border`.",
+        help="How images are cut to size: center, center:0.875 (keeps the middle 87.5 %), squash or border.",
     ),
 ]
 Interpolation = Annotated[
@@ -53,11 +53,13 @@ Model = Annotated[
 ]
 Rate = Annotated[
     float | None,
-    typer.Option("--rate", help="False-alarm rate to use instead of that of the fit; nothing is fitted again."),
+    typer.Option("--rate", help="False-alarm rate, overriding that of the fit; nothing is refitted."),
 ]
 TrustLocalCode = Annotated[
     bool,
-    typer.Option("--trust-local-code", help="Let the file name a model in this folder's Python code, and run it."),
+    typer.Option(
+        "--trust-local-code", help="Allow the file to name a model in Python code of this folder, which is then run."
+    ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")]
 Workers = Annotated[
@@ -144,7 +146,7 @@ Groups = Annotated[
 
 
 def group_labels(how: str | None) -> Callable[[str], str] | None:
-    """Return what gives the group of an image by its name, as `--groups` asks for; None without labels."""
+    """Return a function from the name of an image to its group, as `--groups` says; None without labels."""
     if how is None or how == "predicted":
         return None
     if how == "folder":
@@ -156,19 +158,23 @@ def group_labels(how: str | None) -> Callable[[str], str] | None:
         rows = list(csv.DictReader(file))
     if not rows or not {"path", "group"} <= set(rows[0]):
         raise InputError(f"Expected {how!r} to have the columns path and group, but it has not.")
-    known = {row["path"]: row["group"] for row in rows} | {Path(row["path"]).name: row["group"] for row in rows}
+    known = {row["path"]: row["group"] for row in rows}
+    by_file: dict[str, set[str]] = {}  # for images that are named from another folder
+    for row in rows:
+        by_file.setdefault(Path(row["path"]).name, set()).add(row["group"])
 
     def label(name: str) -> str:
-        found = known.get(name, known.get(Path(name).name))
-        if found is None:
-            raise InputError(f"Expected {how!r} to have a row for {name!r}, but it has none. Add one.")
-        return found
+        found = {known[name]} if name in known else by_file.get(Path(name).name, set())
+        if len(found) != 1:
+            what = f"it has {len(found)} of that file name in different groups" if found else "it has none"
+            raise InputError(f"Expected {how!r} to have a row for {name!r}, but {what}. Add one with this path.")
+        return next(iter(found))
 
     return label
 
 
 def check_engine(engine: str) -> None:
-    """Raise unless there is such an engine."""
+    """Raise unless `engine` is the name of an engine."""
     if engine not in ("local", "ray"):
         raise UsageError(f"Expected --engine to be local or ray, but got {engine!r}.")
 
@@ -197,7 +203,7 @@ def tell_unreadable(note: Unreadable) -> None:
 
 
 def check_out(out: Path | None, *inputs: Path | None) -> None:
-    """Raise before anything is read if `out` is one of the files that the command reads."""
+    """Raise if `out` is one of the files that the command reads."""
     for path in inputs:
         if out is not None and path is not None and os.path.realpath(out) == os.path.realpath(path):
             raise UsageError(
@@ -206,7 +212,7 @@ def check_out(out: Path | None, *inputs: Path | None) -> None:
 
 
 def named_paths(values: Sequence[str]) -> dict[str, str]:
-    """Read `NAME=DIR` options; a bare path is called by its last part."""
+    """Read `NAME=DIR` options; a bare path is named after its last part."""
     named: dict[str, str] = {}
     for value in values:
         name, mark, path = value.partition("=")

@@ -1,4 +1,4 @@
-"""`nmd report`: one HTML file that shows how well a saved detector tells sets of images apart."""
+"""`nmd report`: one HTML file that shows how well a saved detector separates sets of images."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ def report(
     ],
     ood: Annotated[
         list[str],
-        typer.Option(
-            "--ood", metavar="NAME=PATH", help="Out-of-distribution images and what to call them; may be repeated."
-        ),
+        typer.Option("--ood", metavar="NAME=PATH", help="Out-of-distribution images and their name; may be repeated."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the report.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the report to.")] = Path(
         "report.html"
     ),
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Take so many images of each set, spread evenly over it.")
+        int | None, typer.Option("--limit", min=1, help="Maximum number of images of each set, spread evenly over it.")
     ] = None,
     title: Annotated[str | None, typer.Option("--title", help="Heading of the report.")] = None,
     model: options.Model = None,

@@ -33,15 +33,21 @@ def score(
     ],
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="table, json (a line each), csv or parquet; by default what --out ends in."),
+        typer.Option(
+            "--format", help="table, json (one line per image), csv or parquet; by default the ending of --out."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write here instead of to stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write to this file instead of stdout.")
+    ] = None,
     fail_on_ood: Annotated[bool, typer.Option("--fail-on-ood", help="Exit with code 3 if an image is OOD.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run into --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run that writes --out.")] = False,
     rate: options.Rate = None,
     fdr: Annotated[
         float | None,
-        typer.Option("--fdr", help="Flag a list of which on average at most this share is false, such as 0.1."),
+        typer.Option(
+            "--fdr", help="Flag images so that on average at most this share of them is in-distribution, such as 0.1."
+        ),
     ] = None,
     groups: options.Groups = None,
     model: options.Model = None,
@@ -142,7 +148,7 @@ def score(
 def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
     from neuralmean.jobs import format_rows
 
-    with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must not outlive a stdout that fails
+    with closing(parts):  # type: ignore[type-var]  # a generator, whose decoders must end when stdout fails
         for index, rows in enumerate(parts):
             for line in format_rows(kind, tally.count(rows), header=index == 0):
                 # To a program every byte of a name, to a terminal none that steers it.

@@ -15,7 +15,7 @@ from neuralmean.cli.app import app
 def serve(
     saved: options.Saved,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; by default this machine only.")
+        str, typer.Option("--host", help="Address to listen on; the default accepts only this machine.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[
@@ -31,10 +31,12 @@ def serve(
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="A name by which clients call this server; may be repeated."),
+        typer.Option("--allow-host", metavar="NAME", help="A host name of this server; may be repeated."),
     ] = None,
     log_format: Annotated[str, typer.Option("--log-format", help="Lines on stderr: text or json.")] = "text",
-    no_thumbnails: Annotated[bool, typer.Option("--no-thumbnails", help="Keep no pictures of flagged inputs.")] = False,
+    no_thumbnails: Annotated[
+        bool, typer.Option("--no-thumbnails", help="Do not keep pictures of flagged inputs.")
+    ] = False,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Maximum number of inputs per forward pass.")
     ] = 64,
@@ -42,7 +44,9 @@ def serve(
         float,
         typer.Option("--max-wait-ms", min=0, help="Maximum time a request waits for others to share its batch (ms)."),
     ] = 15.0,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Inputs that may wait; further ones get 503.")] = 256,
+    queue: Annotated[
+        int, typer.Option("--queue", min=1, help="Maximum number of waiting inputs; further requests get 503.")
+    ] = 256,
     device: options.Device = None,
     no_freeze: Annotated[
         bool,
@@ -56,10 +60,12 @@ def serve(
     history: Annotated[
         Path | None, typer.Option("--history", metavar="FILE", help="Keep decisions and alarms in this file (SQLite).")
     ] = None,
-    history_days: Annotated[float, typer.Option("--history-days", min=0.01, help="How long to keep them.")] = 90.0,
+    history_days: Annotated[float, typer.Option("--history-days", min=0.01, help="Days to keep them.")] = 90.0,
     every: Annotated[
         int | None,
-        typer.Option("--every", min=1, max=1024, help="Use one of so many neighbouring inputs; by default estimated."),
+        typer.Option(
+            "--every", min=1, max=1024, help="Use one of every N inputs, for correlated streams; estimated by default."
+        ),
     ] = None,
     follow: Annotated[
         float | None, typer.Option("--follow", help="Follow drift that flags at most this share of inputs.")

@@ -19,7 +19,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a time such as `90s`, `45m`, `3h` or `1h30m`.
+    """Return the seconds of a duration such as `90s`, `45m`, `3h` or `1h30m`.
 
     Example:
         >>> parse_duration("1h30m"), parse_duration("0.5h")
@@ -33,7 +33,7 @@ def parse_duration(text: str) -> float:
 
 
 class TrainingBar:
-    """Shows how far a training run is: a bar on a terminal, a line per epoch elsewhere.
+    """Shows the progress of a training run: a bar on a terminal, a line per epoch elsewhere.
 
     Args:
         title: What is being trained.
@@ -51,7 +51,7 @@ class TrainingBar:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            # Not rich's own time left: steps at small sizes take less than those that follow.
+            # Not rich's own estimate: steps at small image sizes are faster than later ones.
             left = TextColumn("{task.fields[left]}")
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), left)
             self._bar = Progress(*columns, console=Console(stderr=True))

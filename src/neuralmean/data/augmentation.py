@@ -1,4 +1,4 @@
-"""Images made from images: crafted out-of-distribution ones for the paper's zero-shot protocol, and turned ones."""
+"""Images made from images: crafted out-of-distribution ones for the paper's zero-shot protocol, and rotated ones."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def permute_blocks(
 
 
 def rotate(images: Tensor, *, degrees: float = 15.0, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
-    """Return the images, each turned by a random angle of at most `degrees`; corners are filled by reflection.
+    """Return the images, each rotated by a random angle of at most `degrees`; corners are filled by reflection.
 
-    A model has memorised its training images, but not these: they stand in for fresh ones where there are none.
+    A model has memorised its training images, but not these: they replace fresh images where there are none.
 
     Args:
         images: Floats of shape (N, C, H, W).
@@ -73,7 +73,7 @@ def rotate(images: Tensor, *, degrees: float = 15.0, generator: torch.Generator 
     """
     if images.dim() != 4 or not images.is_floating_point():
         raise InputError(
-            f"Expected float images of shape (N, C, H, W) to turn, but got {images.dtype} {tuple(images.shape)}."
+            f"Expected float images of shape (N, C, H, W) to rotate, but got {images.dtype} {tuple(images.shape)}."
         )
     generator = generator or torch.Generator().manual_seed(seed)
     angle = (torch.rand(len(images), generator=generator) * 2 - 1) * math.radians(degrees)

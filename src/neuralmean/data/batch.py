@@ -1,4 +1,4 @@
-"""From whatever the caller has to batches that the model can be called with.
+"""Converts data of any supported kind into batches that the model can be called with.
 
 Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches all become a stream of
 `Batch`es. Nothing here knows what a layer or a score is.
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def first(self) -> Tensor:
-        """The first tensor among the arguments: the input proper, or the first image of a list."""
+        """The first tensor among the arguments: the input, or the first image of a list."""
         for value in (*(self.images or self.args), *self.kwargs.values()):
             if isinstance(value, Tensor) and value.dim() > 0:
                 return value
@@ -42,20 +42,20 @@ class Batch:
 
     @property
     def mask(self) -> Tensor | None:
-        """The attention mask of token models, (N, T), where one is given: what is 0 in it is padding."""
+        """The attention mask of token models, (N, T), if one was given; 0 marks padding."""
         mask = self.kwargs.get("attention_mask")
         return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     @property
     def images(self) -> list[Tensor] | None:
-        """The images (C, H, W) of a model that takes a list of them, as detection models do; else None."""
+        """The images (C, H, W) if the model takes a list of them, as detection models do; otherwise None."""
         return self.args[0] if self.args and isinstance(self.args[0], list) else None
 
     def __len__(self) -> int:
         return len(self.first if self.images is None else self.images)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with what `change` makes of each of its tensors."""
+        """Return the batch with `change` applied to each of its tensors."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, list) and value and isinstance(value[0], Tensor):
@@ -77,7 +77,7 @@ class Batch:
 
 
 def to_batch(value: Any) -> Batch:
-    """Turn `x`, `(x, y)` or a dict of keyword inputs into a `Batch`; labels are left out.
+    """Convert `x`, `(x, y)` or a dict of keyword inputs into a `Batch`; labels are dropped.
 
     Example:
         >>> len(to_batch((torch.zeros(4, 3, 8, 8), torch.zeros(4))))
@@ -110,7 +110,7 @@ def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -
         batch_size: Rows per batch where `data` comes in one piece.
 
     Raises:
-        InputError: Data of another kind, or without a single example.
+        InputError: The data is of an unsupported kind, or empty.
     """
     _check_size(batch_size)
     empty = True
@@ -123,7 +123,7 @@ def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -
 
 
 def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
-    """Return how many batches `to_batches` will yield, where that can be known: for progress bars."""
+    """Return how many batches `to_batches` will yield, or None if that is unknown; for progress bars."""
     _check_size(batch_size)
     whole = _whole(data)
     try:
@@ -137,13 +137,13 @@ def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
 
 
 def count_rows(data: Any) -> int | None:
-    """Return how many examples `data` has, where that can be known without reading it; of a loader, up to a batch too many."""
+    """Return how many examples `data` has, if that is known without reading it; for a loader, at most one batch too many."""
     whole = _whole(data)
     try:
         if whole is not None:
             return len(whole)
         if isinstance(data, DataLoader) and data.batch_size is None:
-            data = data.batch_sampler  # which has both, if it is torch's own
+            data = data.batch_sampler  # torch's own loader has both
         if isinstance(data, Dataset):
             return len(data)  # type: ignore[arg-type]
         if isinstance(data, (list, tuple)):
@@ -155,7 +155,7 @@ def count_rows(data: Any) -> int | None:
 
 
 def check_input(batch: Batch, name: str, *, tokens: bool = False) -> None:
-    """Raise if `batch` cannot be an input of the model: labels, or integers where floats are expected.
+    """Raise if `batch` cannot be an input of the model: it holds labels, or integers where floats are expected.
 
     Args:
         batch: The batch.
@@ -202,7 +202,7 @@ def _check_size(batch_size: Any) -> None:
 
 
 def _whole(data: Any) -> Batch | None:
-    """Return data that comes in one piece as one batch: a tensor, an array, a dict of tensors or an (x, y) pair."""
+    """Return data that is one object as one batch: a tensor, an array, a dict of tensors or an (x, y) pair."""
     if isinstance(data, (Tensor, np.ndarray)):
         return to_batch(data) if data.ndim > 0 else None
     if isinstance(data, Mapping) or _is_frame(data) or _are_images(data):
@@ -239,7 +239,7 @@ def _are_images(value: Any) -> bool:
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether this is a DataFrame, of pandas or polars: neither is imported for that."""
+    """Whether this is a DataFrame, of pandas or polars: neither library is imported."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
@@ -285,11 +285,11 @@ def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
         raise InputError(
             "Expected an array of numbers, but got one of dtype object. Stack the examples to one shape first."
         )
-    if array.dtype == np.float64:  # numpy's default, hardly ever a model's
+    if array.dtype == np.float64:  # numpy's default type, rarely a model's
         array = array.astype(np.float32)
     try:
         return torch.from_numpy(np.ascontiguousarray(array))
-    except (TypeError, ValueError):  # texts, dates, or bytes in another order
+    except (TypeError, ValueError):  # strings, dates or another byte order
         raise InputError(f"Expected an array of numbers that torch has, but got one of dtype {array.dtype}.") from None
 
 

@@ -1,9 +1,9 @@
-"""What happens to an image before the model sees it: 8 bits, the right size, normalised.
+"""Preprocessing of an image: 8 bits, the model's size, normalised.
 
-`Preprocessing` is a small frozen value that a saved detector carries along, so that photos are treated tomorrow as they
+`Preprocessing` is a small frozen value that is saved with a detector, so that new photos are treated as they
 were at `fit`. It does what timm and torchvision do for evaluation, with Pillow and numpy: `pixels` (any image to uint8)
 can run in a worker process, `normalise` (uint8 to float tensor) in the process that holds the model. Torch is imported
-only where a tensor is made, since workers that decode images must start fast and stay small. No file is read here.
+only where a tensor is made, because the workers that decode images must start fast and stay small. No file is read here.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Preprocessing:
 
     Attributes:
         size: Height and width of the model's input; None leaves every image as large as it is.
-        mean: Mean of each channel, on a scale of 0 to 1, taken off the pixels.
-        std: Standard deviation of each channel, which the pixels are divided by.
+        mean: Mean of each channel, on a scale of 0 to 1, subtracted from the pixels.
+        std: Standard deviation of each channel, by which the pixels are divided.
         interpolation: How pixels are resampled.
         crop_fraction: Share of the resized image's side that the crop keeps; above 1 there is a black edge around it.
         channels: 3 for RGB, 1 for greyscale.
@@ -81,12 +81,12 @@ class Preprocessing:
                 raise InputError(f"Expected `{name}` to be one of {list(choices)}, but got {value!r}.")
 
     def example(self) -> Tensor | None:
-        """Return an input of the model, (1, C, H, W), of which only the shape counts; None where its size is not known."""
+        """Return an arbitrary input of the model's shape, (1, C, H, W); None if its size is unknown."""
         import torch
 
         if self.size is None:
             return None
-        # Not zeros: a model that divides by the deviation of its input could not take them.
+        # Not zeros: a model may divide by the deviation of its input.
         return torch.rand(1, self.channels, *self.size, generator=torch.Generator().manual_seed(0))
 
     def __call__(self, image: Image.Image) -> Tensor:
@@ -106,7 +106,7 @@ class Preprocessing:
         return array[:, :, None] if self.channels == 1 else array
 
     def array_pixels(self, images: Pixels) -> Pixels:
-        """Images (N, H, W, C) as uint8 (N, H', W', channels): what `pixels` makes of each, but fast where nothing changes."""
+        """Images (N, H, W, C) as uint8 (N, H', W', channels): `pixels` of each image, fast where nothing changes."""
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
             raise InputError(
                 "Expected images as uint8 with shape (N, H, W, C) and 1, 3 or 4 channels, "
@@ -121,16 +121,16 @@ class Preprocessing:
         return np.stack([self.pixels(Image.fromarray(row)) for row in rows])
 
     def keeps(self, shape: tuple[int, int, int]) -> bool:
-        """Whether images of this height, width and number of channels go to the model as they are, but for scaling."""
+        """Whether images of this height, width and number of channels need no resizing or cropping."""
         height, width, channels = shape
         size = self.size or (height, width)
         return channels == self.channels and self._resized((height, width)) == (height, width) == size
 
     def normalise(self, pixels: Pixels) -> Tensor:
-        """Pixels (N, H, W, C) as float32 (N, C, H, W): (pixel / 255 - mean) / std, in this order like torchvision."""
+        """Pixels (N, H, W, C) as float32 (N, C, H, W): (pixel / 255 - mean) / std, in this order, as torchvision does."""
         import torch
 
-        # Torch warns of memory that it may not write to, such as a memory-mapped file.
+        # Torch warns about read-only memory, such as a memory-mapped file.
         batch = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
         # Contiguous: convolutions choose their algorithm, and so their last bits, by the memory layout.
         tensor = batch.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(255.0)
@@ -154,7 +154,7 @@ class Preprocessing:
 
     @classmethod
     def for_timm(cls, model: nn.Module | str) -> Preprocessing:
-        """What a timm model, or the model of that name, was evaluated with; nothing is downloaded."""
+        """Return the preprocessing with which timm evaluates a model or a model name; nothing is downloaded."""
         config = timm_config(model) if isinstance(model, str) else getattr(model, "pretrained_cfg", None)
         if config is None:
             name = repr(model) if isinstance(model, str) else type(model).__name__
@@ -173,7 +173,7 @@ class Preprocessing:
 
     @classmethod
     def for_torchvision(cls, name: str) -> Preprocessing:
-        """What torchvision evaluates the default weights of the model `name` with; nothing is downloaded."""
+        """Return the preprocessing with which torchvision evaluates the default weights of `name`; nothing is downloaded."""
         models = import_quietly("torchvision.models", "torchvision")
         try:
             weights = models.get_model_weights(name).DEFAULT
@@ -182,7 +182,7 @@ class Preprocessing:
                 f"Expected the name of a torchvision model with published weights, but got {name!r}. Give mean, std and size."
             ) from None
         transform = weights.transforms()
-        # Detectors, segmenters and video models have presets of other kinds, some with fields of the same names.
+        # Detection, segmentation and video models have other presets, some with fields of the same names.
         if type(transform).__name__ != "ImageClassification":
             raise InputError(
                 f"Expected a torchvision model that classifies images, but got {name!r}. Give mean, std and size."
@@ -197,7 +197,7 @@ class Preprocessing:
         """Height and width to resize an image of this height and width to, before the crop."""
         if self.size is None:
             return shape
-        # The small number undoes the rounding of crop / resize: 224 / (224 / 232) must be 232.
+        # The small number corrects the rounding of crop / resize: 224 / (224 / 232) must be 232.
         target = tuple(math.floor(side / self.crop_fraction + 1e-6) for side in self.size)
         height, width = shape
         if self.crop == "squash":
@@ -280,7 +280,7 @@ def timm_config(name: str) -> Any:
 
 
 def import_quietly(module: str, package: str) -> Any:
-    """Import an optional package, without the warnings that torchvision utters at import about codecs nobody asked for."""
+    """Import an optional package, without the warnings about codecs that torchvision emits at import."""
     import importlib
     import warnings
 
@@ -289,7 +289,7 @@ def import_quietly(module: str, package: str) -> Any:
         try:
             return importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # timm without requests must not say that timm is missing.
+            # A timm without requests must not be reported as a missing timm.
             missing = (error.name or module).partition(".")[0]
             reason = "it is not" if missing == package else f"it needs {missing!r}, which is not"
             raise MissingExtraError(

@@ -1,8 +1,8 @@
-"""How long work shows that it is getting on.
+"""Progress of long work.
 
 `track` wraps any iterable and shows what has gone through: a bar on a terminal, nothing when stderr is not one, so that
-a library call in a script or a service stays silent. A command that wants plain lines instead says so once, with
-`showing("lines")`, and every `track` below it obeys. Nothing here writes to stdout or knows what the items are.
+a library call in a script or a service stays silent. A command can choose plain lines instead, with
+`showing("lines")`, for every `track` inside the block. Nothing here writes to stdout or depends on the items.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def printable(text: str) -> str:
 
 @contextmanager
 def showing(style: Style, *, every: float = 5.0) -> Generator[None]:
-    """Decide how every `track` inside the block shows itself.
+    """Choose how every `track` inside the block is displayed.
 
     Args:
-        style: `"bar"` a live bar, `"lines"` a plain line now and then, `"off"` nothing, `"auto"` a bar where stderr is
-            a terminal and nothing elsewhere.
+        style: `"bar"` for a live bar, `"lines"` for occasional plain lines, `"off"` for nothing, `"auto"` for a bar where
+            stderr is a terminal and nothing elsewhere.
         every: Seconds between two plain lines.
     """
     if style not in STYLES:
@@ -82,17 +82,17 @@ def track(
     size: Callable[[T], int] | None = None,
     quiet: bool = False,
 ) -> Iterator[T]:
-    """Yield every item of `iterable` and show on stderr how many went through, how fast, and how long it will take.
+    """Yield every item of `iterable` and show count, speed and remaining time on stderr.
 
     A `track` inside another one of the same thread is silent: one bar is enough.
 
     Args:
-        iterable: What to go through; consumed lazily, one item at a time.
+        iterable: The items; consumed lazily, one at a time.
         description: What is being done, a few words.
-        total: How many units there are in all, or what tells, where that shows on the way; None takes the length of
+        total: Number of units in all, or a function that returns it if it becomes known on the way; None takes the length of
             `iterable` where it has one and `size` is None.
         unit: What is counted.
-        size: How many units an item stands for, such as `len` for batches; None counts each item as one.
+        size: Returns the number of units in an item, such as `len` for batches; None counts each item as one.
         quiet: Show nothing at all.
 
     Example:
@@ -120,7 +120,7 @@ def track(
         for item in iterable:
             yield item
             done += 1 if size is None else size(item)
-            # A display that is told of every item costs more than a cheap item does.
+            # Updating the display for every item would cost more than a cheap item.
             if (now := time.monotonic()) - shown >= _REFRESH_SECONDS:
                 shown = now
                 display.update(done, known())
@@ -163,7 +163,7 @@ class _Bar:
 
 
 class _Lines:
-    """A plain line on stderr every few seconds and one at the end: what a log file wants."""
+    """A plain line on stderr every few seconds and one at the end: for log files."""
 
     def __init__(self, description: str, unit: str, every: float) -> None:
         self._description, self._unit, self._every = description, unit, every
@@ -174,7 +174,8 @@ class _Lines:
 
     def update(self, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if now - self._last >= self._every:
+        # `finish` writes the last line.
+        if now - self._last >= self._every and done != total:
             self._last = now
             self._write(plain_line(self._description, done, total, self._unit, now - self._begun))
 
@@ -190,7 +191,7 @@ class _Lines:
 
 
 def plain_line(description: str, done: int, total: int | None, unit: str, seconds: float) -> str:
-    """One line that says how far the work is.
+    """Return one line that describes the progress.
 
     Example:
         >>> plain_line("Scoring", 1500, 6000, "images", 10.0)
@@ -226,7 +227,7 @@ def _is_terminal() -> bool:
 
 
 def _rich_progress(unit: str) -> Progress:
-    """Build a bar with count, rate and time left; rich is slow to import, so only here."""
+    """Build a bar with count, rate and time left; rich is slow to import, hence the local import."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.table import Column

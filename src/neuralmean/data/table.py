@@ -1,8 +1,8 @@
 """Large tables of numbers: held once, in memory or on disk, and read a block of rows at a time.
 
 No table larger than `IN_MEMORY` is held in memory: it goes to a file that is mapped into memory, so that it is a tensor like
-any other, while the system keeps of it what there is room for. The file has no name: it is gone with the last tensor that looks
-at it, also after an error or `kill -9`. Knows nothing of models and scorers.
+any other, of which the system caches as much as fits. The file has no name: it disappears with the last tensor that uses
+it, also after an error or `kill -9`. Independent of models and scorers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from neuralmean.errors import StorageError
 
 IN_MEMORY = 1024**3  # bytes; a fit holds at most three: rows of two kinds and, for the logistic scorer, a copy of them
-BLOCK = 4 * 1024**2  # bytes that are worked on at a time; in float64, with what is made of them, some ten times as many
+BLOCK = 4 * 1024**2  # bytes processed at a time; about ten times as many in float64, with the results
 
 
 def fits_in_memory(count: int, width: int) -> bool:
@@ -52,7 +52,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size; a disk that fills up later would end the process, with no error to catch."""
+    """Allocate the file on disk; a disk that fills up later would end the process with no error to catch."""
     if shutil.disk_usage(tempfile.gettempdir()).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if hasattr(os, "posix_fallocate"):
@@ -62,10 +62,10 @@ def _reserve(file: int, size: int) -> None:
 
 
 class Table:
-    """A tensor of rows that come a few at a time.
+    """A tensor that grows by a few rows at a time.
 
     Args:
-        additions: About how many times `add` will be called; None where nobody knows: then the table is moved when it is full.
+        additions: About how many times `add` will be called; None if unknown: the table is then moved when it is full.
     """
 
     def __init__(self, additions: int | None = None) -> None:
@@ -103,12 +103,12 @@ def take(table: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of a table, read a block at a time, as often as one likes.
+    """Rows of a table, read a block at a time, any number of times.
 
     Attributes:
         table: Shape (N, D), in memory or on disk.
         chosen: Which rows, int64 (n,), in this order; None for all.
-        change: What is done to the rows of a block when they are read.
+        change: Applied to the rows of a block when they are read.
     """
 
     table: Tensor
@@ -131,7 +131,7 @@ class Blocks:
         return self.change(self.table[:0]).shape[1]
 
     def parts(self) -> Iterator[slice]:
-        """Say which rows each block has."""
+        """Return which rows each block has."""
         return parts_of(len(self), self.table.shape[1])
 
     def beside(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

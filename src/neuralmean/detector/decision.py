@@ -1,4 +1,4 @@
-"""What the detector answers: decisions and explanations."""
+"""Results of a detector: decisions and explanations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from neuralmean.stats.false_flags import benjamini_hochberg, most_false_flags
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the detector says of N inputs; `is_ood` is exactly `p_value <= level`, which is `score > threshold`."""
+    """The decision on N inputs; `is_ood` is exactly `p_value <= level`, which is `score > threshold`."""
 
     score: Tensor  # (N,) higher = more OOD
     calibration: Calibration
-    kind_p_values: Callable[[], Tensor] | Tensor | None = None  # (N, 2), or what computes them when they are read
+    kind_p_values: Callable[[], Tensor] | Tensor | None = (
+        None  # (N, 2), or a function that computes them on first access
+    )
     groups: tuple[str, ...] | None = None  # of each input, if the false-alarm rate holds by group
 
     @cached_property
@@ -33,7 +35,7 @@ class Decision:
     def p_appearance(self) -> Tensor | None:
         """Share of in-distribution inputs that look at least as unusual (noise, blur, another sensor), float64 (N,).
 
-        None where the detector has not learnt it: without `fit`, with the `"average"` scorer, after an early exit.
+        None if the detector has not learnt it: without `fit`, with the `"average"` scorer, after an early exit.
         """
         return None if self._kind_p_values is None else self._kind_p_values[:, 0]
 
@@ -44,7 +46,7 @@ class Decision:
 
     @cached_property
     def kind(self) -> list[Kind]:
-        """What is strange about each input: `typical` if it is not flagged, else `appearance`, `content`, `both` or `unsure`."""
+        """The kind of each input: `typical` if it is not flagged, else `appearance`, `content`, `both` or `unsure`."""
         flags = self.is_ood
         return name_kinds(flags, self._kind_p_values if bool(flags.any()) else None, self.false_alarm_rate)
 
@@ -89,7 +91,7 @@ class Decision:
 
     @property
     def level(self) -> float:
-        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for.
+        """The p-value at or below which an input is flagged: the rate, or less with a confidence.
 
         With groups and a confidence each group has a level of its own: see `levels`.
         """
@@ -111,7 +113,7 @@ class Decision:
         )
 
     def select(self, fdr: float = 0.1) -> Tensor:
-        """Return which inputs to look at so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
+        """Return which inputs to review so that on average at most a share `fdr` of them is in-distribution, shape (N,)."""
         check_rate(fdr, "fdr")
         return torch.from_numpy(benjamini_hochberg(self.p_value.numpy(), fdr))
 

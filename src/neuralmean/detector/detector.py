@@ -1,4 +1,4 @@
-"""`Detector` joins the steps: a model, its reference, a scorer and a threshold."""
+"""`Detector` combines a model, its reference, a scorer and a threshold."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from neuralmean.stats.moments import Moments
 
 
 class Detector:
-    """Tells whether inputs of a trained model are like its training data.
+    """Detects inputs of a trained model that are unlike its training data.
 
     Args:
         model: A trained model; it is never changed.
         layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`); None chooses.
         statistic: `"mean"` (the paper's NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
-        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`, which is copied; None takes
+        scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`, which is copied; None chooses
             the best one for the data given to `fit`.
-        reference: What the training data looks like; None reads the batch-norm buffers where every watched layer has
-            them, and otherwise computes it from the `id_data` given to `fit`.
+        reference: Channel statistics of the training data; None reads the batch-norm buffers if every watched layer has
+            them, and otherwise computes them from the `id_data` given to `fit`.
         head: Name of the layer whose output is the logits and whose input is the penultimate feature, for scorers that
-            need them; None finds it, False says that the model has no classes.
+            need them; None finds it; False means that the model has no classes.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
         >>> images = torch.rand(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        >>> _ = [model(images) for _ in range(50)]  # in place of training
+        >>> _ = [model(images) for _ in range(50)]  # instead of training
         >>> detector = Detector(model, scorer="average").calibrate(images)
         >>> output, decision = detector(torch.full((1, 3, 8, 8), 9.0))
         >>> decision.is_ood
@@ -96,18 +96,18 @@ class Detector:
             layers = [layer.name for layer in reference.layers]
         self.watched: tuple[Layer, ...] = select_layers(model, layers)
         if reference is not None and reference.layers != self.watched:
-            raise InputError("Expected a reference of the layers that are watched. Make it with the same `layers`.")
+            raise InputError("Expected a reference of the watched layers. Make it with the same `layers`.")
         if isinstance(head, str) and head not in dict(unwrap(model).named_modules()):
             raise InputError(f"Expected `head` to be a layer of {type(unwrap(model)).__name__}, but got {head!r}.")
-        fitting.check_scorer(scorer)  # a wrong name is an error now rather than in `fit`
+        fitting.check_scorer(scorer)  # so that a wrong name is an error now rather than in `fit`
         self.info: dict[str, Any] = {}
         self._reset()
 
     def _reset(self) -> None:
-        """Take the model as it is now, with nothing learnt."""
+        """Start from the current model with nothing learnt."""
         self._weights_guard = WeightsGuard(self.model)
         reference = self._params["reference"] or self._free_reference()
-        # Until `fit`, the one scorer that needs no data: the paper's average.
+        # Until `fit`, the only scorer that needs no data: the paper's average.
         scorer = fitting.choose_scorer(self._params["scorer"] or "average", None)
         self.adopt(Learnt(reference, scorer))
 
@@ -118,11 +118,11 @@ class Detector:
         return None
 
     def adopt(self, learnt: Learnt, observer: Observer | None = None) -> None:
-        """Use what was learnt elsewhere, by `fit` or in a saved file, in place of what was learnt before.
+        """Replace what was learnt, after `fit` or from a saved file.
 
         Args:
-            learnt: What was learnt, of this model and these layers.
-            observer: What runs the model; None makes one.
+            learnt: What was learnt on this model and these layers.
+            observer: Runs the model; None makes a new one.
         """
         self.learnt = learnt
         self._observer = observer or self.setup.observer(learnt.head)
@@ -135,7 +135,7 @@ class Detector:
 
     @property
     def setup(self) -> FitSetup:
-        """What the detector was constructed with, as `learn` takes it."""
+        """The constructor's arguments, as `learn` takes them."""
         return FitSetup(
             self.model,
             self.watched,
@@ -149,12 +149,12 @@ class Detector:
 
     @property
     def reference(self) -> Reference | None:
-        """What the training data looks like; None where only `fit` can tell."""
+        """Channel statistics of the training data; None if they are unknown until `fit`."""
         return self.learnt.reference
 
     @property
     def scorer(self) -> Scorer:
-        """What turns vectors into scores."""
+        """The scorer, which turns vectors into scores."""
         return self.learnt.scorer
 
     @property
@@ -164,17 +164,17 @@ class Detector:
 
     @property
     def scale(self) -> Moments | None:
-        """Moments of the vectors, by which those of `statistic="both"` are standardised."""
+        """Moments of the vectors, with which those of `statistic="both"` are standardised."""
         return self.learnt.scale
 
     @property
     def profile(self) -> HeldOutProfile | None:
-        """What held-out data looks like, which a `Monitor` compares with; None without held-out data."""
+        """Statistics of held-out data, for `Monitor`; None without held-out data."""
         return self.learnt.profile
 
     @property
     def head(self) -> str | None:
-        """Name of the layer that gives the logits, where the scorer needs them."""
+        """Name of the layer that gives the logits; None if the scorer does not need them."""
         return self.learnt.head
 
     @property
@@ -219,12 +219,12 @@ class Detector:
 
     @property
     def guarantee(self) -> str:
-        """What the false-alarm rate is worth, in a sentence."""
+        """A sentence on when the false-alarm rate holds."""
         confidence = self.calibrated().confidence
         own = fitting.GUARANTEES[self.learnt.source or "held_out"]
         if confidence is None or self.learnt.source != "held_out":
             return own
-        return f"{own} It holds for the threshold that was set with a confidence of {100 * confidence:g} %."
+        return f"{own} It holds for this threshold with a confidence of {100 * confidence:g} %."
 
     def calibrated(self) -> Calibration:
         """Return the calibration, or raise if there is none yet."""
@@ -276,14 +276,14 @@ class Detector:
                 crafted ones, as in the paper's zero-shot protocol: `id_data` with its blocks permuted.
             false_alarm_rate: Share of in-distribution inputs that may be flagged.
             held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
-                from them. Without them a part of `id_data` is used, with a warning on what that is worth.
+                from them. Without them a part of `id_data` is used, with a warning on how reliable that is.
             confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
                 they set; None for a rate that holds on average over such draws.
             groups: A label for each held-out example (camera, class, length), or `"predicted"` for the model's own prediction:
-                the rate then holds for each group. Held-out examples are run through twice.
+                the rate then holds for each group. Held-out examples are run twice.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
-            batch_size: Rows per forward pass where data comes in one piece.
+            batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
         check_rate(false_alarm_rate)
         check_confidence(confidence)
@@ -295,9 +295,8 @@ class Detector:
             )
         before = dict(self.__dict__)
         try:
-            with torch.inference_mode(
-                False
-            ):  # tensors made in inference mode have no gradients, which `explain` may need
+            # Tensors made in inference mode have no gradients, which `explain` may need.
+            with torch.inference_mode(False):
                 self._reset()
                 options = FitOptions(false_alarm_rate, early_exit, batch_size, confidence)
                 self.adopt(*learn(self.setup, id_data, ood_data, held_out, options))
@@ -307,7 +306,8 @@ class Detector:
         except BaseException:
             self.__dict__ = before
             raise
-        fitting.warn_if_weak(self.learnt.source or "held_out")
+        fitting.warn_if_weak(self.learnt.source or "held_out", self.calibration)
+        fitting.warn_if_left_out(self.scorer)
         return self
 
     def calibrate(
@@ -326,7 +326,7 @@ class Detector:
             false_alarm_rate: Share of in-distribution inputs that may be flagged.
             confidence: As for `fit`.
             groups: As for `fit`.
-            batch_size: Rows per forward pass where data comes in one piece.
+            batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
         check_rate(false_alarm_rate)
         check_confidence(confidence)
@@ -358,7 +358,7 @@ class Detector:
         """Return the model's own output and the decision, after one forward pass.
 
         Call it as the model is called, with an input or with keyword inputs; `groups` has a label for each input if the detector
-        was calibrated by group. With `early_exit` the output is None where the pass was stopped because every input is OOD.
+        was calibrated by group. With `early_exit` the output is None if the pass was stopped because every input is OOD.
         """
         self.calibrated()
         seen = self._observe_batch(_to_batch(x, inputs), may_exit=True, groups=groups)
@@ -375,8 +375,8 @@ class Detector:
 
         Args:
             data: As for `fit`.
-            name: What the caller calls it, for error messages.
-            batch_size: Rows per forward pass where data comes in one piece.
+            name: The argument's name in error messages.
+            batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
         self.check_weights()
         for batch in to_batches(data, name=name, batch_size=batch_size):
@@ -390,7 +390,7 @@ class Detector:
         Args:
             x: The inputs, as for `fit`.
             groups: A label for each input, if the detector was calibrated by group with labels.
-            batch_size: Rows per forward pass where data comes in one piece.
+            batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
         calibration, scores, kinds, labels = self.calibrated(), [], [], list[str]()
         for seen in self._track(x, "x", batch_size):
@@ -429,16 +429,16 @@ class Detector:
         return self._observation(self._stats(x, batch_size)).vector
 
     def explain(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Explanation:
-        """Return which layers and channels made the scores of `x` what they are."""
+        """Return how much each layer and channel contributes to the scores of `x`."""
         observation = self._observation(self._stats(x, batch_size))
         return self._explain(observation, score_rows(self.scorer, observation))
 
     def locate(self, x: Any, *, by_layer: bool = False, batch_size: int = 16) -> Tensor:
-        """Return how much each place of each input adds to its score: (N, H, W) for images, (N, T) for tokens.
+        """Return how much each place of each input contributes to its score: (N, H, W) for images, (N, T) for tokens.
 
         Each watched layer's contribution (see `explain`) is split over the positions of the layer, enlarged to the size of
-        the input and added up. What belongs to no layer (a scorer's `terms`) is not in the maps; what belongs to no place,
-        such as a class token, is spread evenly.
+        the input and added up. Contributions of no layer (a scorer's `terms`) are not in the maps; those of no place,
+        such as a class token, are spread evenly.
 
         Args:
             x: Inputs as for `score`.
@@ -502,7 +502,7 @@ class Detector:
 
         Args:
             path: The file to write.
-            info: JSON values to keep with it (model spec, preprocessing), added to `detector.info`.
+            info: JSON values to store with it (model spec, preprocessing), added to `detector.info`.
         """
         self.check_weights()
         known = {**self.info, **(info or {})}
@@ -527,7 +527,7 @@ class Detector:
             return Observed(None, decision, run.scores, None, None, self._explain)
         observation = self._observation(stats)
         scores = score_rows(run or scorer, observation)
-        # P-values of kinds are computed only if somebody reads them.
+        # P-values of kinds are computed on first access.
         kinds = None if self.learnt.kinds is None else partial(self.learnt.kinds.p_values, observation)
         decision = None if calibration is None else Decision(scores, calibration, kinds)
         if decision is not None and (groups is not None or self.learnt.grouped_by is not None):
@@ -538,7 +538,7 @@ class Detector:
         return Observation(self._vectors(stats.means, stats.variances), stats.logits, stats.feature)
 
     def _explain(self, observation: Observation, scores: Tensor) -> Explanation:
-        """Return which layers and channels made the scores, (N,), of an observation what they are."""
+        """Return how much each layer and channel contributes to the scores, (N,), of an observation."""
         by_channel, terms, exact = contributions_of(self.scorer, observation)
         by_layer = sum_by_layer(by_channel, self.column_layers, len(self.watched))
         return Explanation(scores, self.layers, tuple(self.channels), by_layer, by_channel, terms, exact)

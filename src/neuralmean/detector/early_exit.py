@@ -1,15 +1,15 @@
 r"""Early exit: detectors on the first layers, and one threshold for all of them together.
 
-Each exit has a scorer of its own on the first layers' columns. The cascade's score is the full scorer's, put on a scale
-where in-distribution data ends at 0, unless an exit saw something that in-distribution data hardly ever shows: then its
-excess, on top of all ordinary scores, counts where it is larger.
+Each exit has its own scorer on the columns of the first layers. The cascade's score is that of the full scorer, on a scale
+where in-distribution data ends at 0, unless an exit's score is one that in-distribution data hardly ever reaches: then the
+exit's excess, added to all ordinary scores, counts if it is larger.
 
 .. math::
     S(x) = \max\Big( \frac{s(x) - q}{r},\ \max_{k:\, s_k(x) > q_k} b + \frac{s_k(x) - q_k}{r_k} \Big)
 
 The threshold is the conformal one of :math:`S`, so the false-alarm rate holds for the whole cascade at once. The maximum
 can only grow: once an exit's term is above the threshold, the verdict is certain. A forward pass stops when the terms are
-above a higher bar still, that of `BAR_RATE`, so that stopped inputs also rank above nearly all in-distribution ones.
+above an even higher bar, given by `BAR_RATE`, so that stopped inputs also rank above nearly all in-distribution ones.
 Nothing here runs a model.
 """
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
 
 NAME = "cascade"
-SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the layers, where the exits are
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the layers after which the exits are
 FULL_RATE = 0.05  # share of in-distribution rows above the zero of the full scorer's term
-EXIT_RATE = 0.00125  # share of in-distribution rows that an exit's term counts for
+EXIT_RATE = 0.00125  # share of in-distribution rows for which an exit's term counts
 BAR_RATE = 0.005  # share of in-distribution rows that score above the bar at which a pass is stopped
 
 
@@ -69,14 +69,14 @@ class SpreadScorer(VectorScorer):
 
 
 class CascadeScorer(VectorScorer):
-    """A full scorer and scorers of the first layers, joined by the largest excess; see the module's text.
+    """A full scorer and scorers of the first layers, combined by the largest excess; see the module's docstring.
 
     Args:
         scorer: Name of the full scorer.
         scorer_options: Its options.
         exit_scorer: Name of the exits' scorers: `"spread"`, or `"logistic"` where `fit` has seen OOD rows.
-        depths: How many of the first layers each exit looks at, growing.
-        widths: How many columns that is.
+        depths: Number of first layers that each exit reads, increasing.
+        widths: Number of columns of those layers.
     """
 
     name = NAME
@@ -85,7 +85,7 @@ class CascadeScorer(VectorScorer):
 
     zero_: Tensor  # (exits + 1,), the full scorer's last
     unit_: Tensor  # (exits + 1,)
-    lift_: Tensor  # (), what an exit's excess is added to
+    lift_: Tensor  # (), the offset of an exit's excess
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class CascadeScorer(VectorScorer):
         Args:
             scorer: The full scorer, fitted or not.
             layers: The watched layers.
-            repeated: Indices of layers that run more than once in a pass; there is no exit behind the first of them.
+            repeated: Indices of layers that run more than once in a pass; there is no exit after the first of them.
         """
         scorer = full_of(scorer)
         end = min(repeated, default=len(layers))
@@ -139,7 +139,7 @@ class CascadeScorer(VectorScorer):
             self.score_batch = scorer.score_batch
 
     def fit(self, inliers: Any, outliers: Any = None) -> Self:
-        """Fit the full scorer and the exits, and learn where each leaves in-distribution data."""
+        """Fit the full scorer and the exits, and learn the scale of each on in-distribution data."""
         fit_scorer(self.full, _observed(inliers), None if outliers is None else _observed(outliers))
         rows, strange = _vector(inliers), None if outliers is None else _vector(outliers)
         self.exit_scorer = SpreadScorer.name if strange is None else "logistic"
@@ -166,7 +166,7 @@ class CascadeScorer(VectorScorer):
         return result
 
     def score_after(self, so_far: Tensor | None, vectors: Any) -> Tensor:
-        """Score each row, given what `after_exit` said of it at the last exit."""
+        """Score each row, given the value of `after_exit` at the last exit."""
         full = self._full_term(vectors)
         return full if so_far is None else torch.maximum(full, so_far)
 
@@ -174,12 +174,12 @@ class CascadeScorer(VectorScorer):
         """Return the largest term up to exit `index`, (N,), -inf for a row without one; None as long as no row has one.
 
         Args:
-            so_far: The same of the exit before.
-            index: Which exit.
+            so_far: The value at the previous exit.
+            index: Index of the exit.
             vectors: The first columns of the vector, (N, D').
         """
         scores = self.exits[index].score(vectors)
-        # So it is with nearly every in-distribution input.
+        # True of nearly every in-distribution input.
         if not len(scores) or scores.max().item() <= self._ends[index]:
             return so_far
         excess = scores - self.zero_[index]
@@ -201,7 +201,7 @@ class CascadeScorer(VectorScorer):
         return torch.where(excess > 0, torch.maximum(so_far, term), so_far)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt, by name, the stages' names in front."""
+        """Return the learnt tensors by name, prefixed with the stage."""
         if not isinstance(self.full, VectorScorer):
             raise InputError(
                 f"Expected a scorer that comes with neuralmean to save, but got {type(self.full).__name__}."
@@ -212,7 +212,7 @@ class CascadeScorer(VectorScorer):
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Take over what another cascade of the same kind has learnt."""
+        """Load what another cascade of the same kind has learnt."""
         super().load_state(state)
         if not isinstance(self.full, VectorScorer) or self.zero_.shape != (len(self.exits) + 1,):
             raise InputError(
@@ -225,7 +225,7 @@ class CascadeScorer(VectorScorer):
 
 
 class ExitRun:
-    """Follows one forward pass, says when every row is certainly OOD, and scores the rows; an `Exits` of the recorder.
+    """Follows one forward pass, decides when every row is certainly OOD, and scores the rows; the recorder's `Exits`.
 
     Args:
         cascade: The fitted cascade.
@@ -235,32 +235,32 @@ class ExitRun:
 
     def __init__(self, cascade: CascadeScorer, reference_mean: Tensor, bar: float) -> None:
         self._cascade, self._reference_mean, self._bar = cascade, reference_mean, bar
-        self.scores: Tensor | None = None  # (N,) the largest term so far, where an exit has one
+        self.scores: Tensor | None = None  # (N,) the largest term of the exits so far
         self.stopped = False
         self.needs = cascade.needs
         self._asked = 0  # exits
 
     @property
     def depths(self) -> Sequence[int]:
-        """How many of the first layers each exit looks at."""
+        """Number of first layers that each exit reads."""
         return self._cascade.depths
 
     def should_stop(self, index: int, means: Tensor) -> bool:
-        """Whether every row is above the bar, whatever the later layers will show."""
+        """Return whether every row is above the bar, whatever the later layers give."""
         vectors = means.cpu() - self._reference_mean[: means.shape[1]]
         self.scores, self._asked = self._cascade.after_exit(self.scores, index, vectors), index + 1
         self.stopped = self.scores is not None and self.scores.min().item() > self._bar
         return self.stopped
 
     def score(self, vectors: Any) -> Tensor:
-        """Score each row of the pass, shape (N,): what `CascadeScorer.score` says, without asking the exits again."""
+        """Score each row of the pass, shape (N,): equal to `CascadeScorer.score`, without evaluating the exits again."""
         if self._asked < len(self.depths):  # a compiled model has no exits
             return self._cascade.score(vectors)
         return self._cascade.score_after(self.scores, vectors)
 
 
 def start_exit_run(detector: Detector) -> ExitRun | None:
-    """Return what follows the next forward pass of a detector that was fitted with `early_exit`, else None."""
+    """Return a new run for a detector that was fitted with `early_exit`."""
     scorer = detector.scorer
     if not isinstance(scorer, CascadeScorer) or detector.reference is None or detector.calibration is None:
         return None
@@ -268,7 +268,7 @@ def start_exit_run(detector: Detector) -> ExitRun | None:
 
 
 def bar_of(calibration: Calibration) -> float:
-    """Return the score at which a pass is stopped: never below the threshold, and the largest seen where few were."""
+    """Return the score at which a pass is stopped: never below the threshold, and at most the largest held-out score."""
     rate = min(BAR_RATE, calibration.level)
     if len(calibration.scores) < examples_needed(rate):
         return calibration.scores[-1].item()
@@ -276,12 +276,12 @@ def bar_of(calibration: Calibration) -> float:
 
 
 def make(name: str, options: Mapping[str, JSON]) -> VectorScorer:
-    """Return a new scorer by name, a cascade included: what a saved file names."""
+    """Return a new scorer by the name in a saved file, which may be a cascade."""
     return CascadeScorer(**dict(options)) if name == NAME else make_scorer(name, options)  # type: ignore[arg-type]
 
 
 def full_of(scorer: Scorer) -> Scorer:
-    """Return the full scorer of a cascade; any other scorer is its own."""
+    """Return the full scorer of a cascade, or any other scorer unchanged."""
     return scorer.full if isinstance(scorer, CascadeScorer) else scorer
 
 
@@ -300,7 +300,7 @@ def check_statistic(statistic: str) -> None:
 
 
 def _growing(values: Sequence[int], name: str) -> list[int]:
-    """Return the numbers, or raise unless they are few, whole and growing: they may come from a file."""
+    """Return the numbers, or raise unless they are few, whole and increasing: they may come from a file."""
     found = list(values)[: len(SHARES) + 1]
     are_whole = all(type(value) is int for value in found)
     if len(values) > len(SHARES) or not are_whole or any(b <= a for a, b in pairwise((0, *found))):

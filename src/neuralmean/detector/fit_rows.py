@@ -1,7 +1,7 @@
-"""What `fit` keeps of a pass over data: scores alone where nothing is learnt, else each number once.
+"""What `fit` keeps of a pass over data: only scores if nothing is learnt, otherwise each number once.
 
-Digests and the reference are taken as the rows go by, so that nobody needs channel means afterwards and discrepancies can
-take their place.
+Digests and the reference are computed during the pass, so that channel means are not needed afterwards and discrepancies
+can replace them in memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from neuralmean.stats.moments import Moments
 
 
 class RowStore:
-    """The rows of one set of data, as they come.
+    """The rows of one data set, added batch by batch.
 
     Args:
-        additions: About how many batches will come, where that is known.
-        statistic: What of the rows is kept.
-        score: Gives scores and vectors of the rows of a batch; where given, only scores are kept.
+        additions: Approximate number of batches, if known.
+        statistic: Which statistic is kept.
+        score: Returns scores and vectors of a batch; if given, only scores are kept.
         digests: Whether to keep a digest of every row.
-        layers: The layers to make a reference of, from the rows; none where there is one already.
-        seen: What else is shown the vectors, once there are any.
+        layers: The layers of the reference to compute from the rows; empty if there is one already.
+        seen: Also receives the vectors.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class RowStore:
         self.seen = seen
         self._additions, self._statistic, self._score, self._wants_digests = additions, statistic, score, digests
         self._count = 0
-        self._scores = Table(additions)  # small tensors in a list would keep the heap from shrinking
+        self._scores = Table(additions)  # a list of small tensors would keep the heap from shrinking
         self._tables: dict[str, Table] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, rows: ChannelStats) -> None:
-        """Take what is needed of the rows of a batch."""
+        """Add the rows of a batch."""
         self._count += len(rows)
         if self._wants_digests:
             self.digests.extend(map(_digest, rows.means))
@@ -86,20 +86,20 @@ class RowStore:
         return self._scores.rows
 
     def moments(self, reference: Reference) -> Moments:
-        """Return the moments of the discrepancies, before they are standardised."""
+        """Return the moments of the discrepancies before standardisation."""
         found = (discrepancy(rows.means, rows.variances, reference, self._statistic) for _, rows in self._blocks())
         return Moments.of_blocks(found, self._tables["vector"].rows.shape[1])
 
     def _blocks(self) -> Iterator[tuple[Tensor, ChannelStats]]:
-        """Yield the statistics a block at a time: as they are held, and as rows, which look at the same numbers."""
+        """Yield blocks of the statistics, both as stored and as rows that share the memory."""
         table = self._tables["vector"].rows
         for part in parts_of(*table.shape):
-            # Of a single statistic the other one is never looked at.
+            # With a single statistic the other one is never read.
             means, variances = table[part].chunk(2, dim=1) if self._statistic == "both" else (table[part], table[part])
             yield table[part], ChannelStats(means, variances)
 
     def into_observation(self, observe: Callable[[ChannelStats], Observation]) -> Observation:
-        """Return the vectors that `observe` makes of the statistics, whose place they take, with output and feature."""
+        """Return the vectors that `observe` computes, with logits and feature; they overwrite the statistics."""
         for block, rows in self._blocks():
             block.copy_(observe(rows).vector)
             self._see(block)
@@ -108,16 +108,16 @@ class RowStore:
 
 @dataclass(frozen=True)
 class FitData:
-    """What is kept of all the data of a fit."""
+    """The rows of all data of a fit."""
 
     inliers: RowStore
-    outliers: RowStore | None  # given, or crafted
+    outliers: RowStore | None  # given or crafted
     held_out: RowStore | None
     rotated: RowStore | None
     crafted: bool  # whether the outliers are
 
     def counts(self) -> dict[str, int]:
-        """Say how many rows there are of each kind."""
+        """Return the number of rows of each kind."""
         outliers = len(self.outliers or ())
         return {
             "n_id": len(self.inliers),
@@ -127,7 +127,7 @@ class FitData:
         }
 
     def into_observations(self, observe: Callable[[ChannelStats], Observation]) -> dict[str, Any]:
-        """Return the observation of each set by its name; the statistics are gone afterwards."""
+        """Return the observation of each set by its name; this consumes the statistics."""
         sets = {"inliers": self.inliers, "outliers": self.outliers, "held_out": self.held_out, "rotated": self.rotated}
         return {name: None if rows is None else rows.into_observation(observe) for name, rows in sets.items()}
 
@@ -143,17 +143,17 @@ def gather(
     augment: PermuteBlocks | RotateSome | None,
     batch_size: int,
 ) -> FitData:
-    """Run over the data of a fit once.
+    """Run the model over the data of a fit once.
 
     Args:
         observer: Runs the model.
         id_data: In-distribution data.
         ood_data: Out-of-distribution data, or None.
         held_out: In-distribution data for the threshold, or None.
-        make: Makes what a set is kept in, given about how many batches will come, and what else is to see its vectors.
-        seen: What is to see those of `held_out`.
-        augment: What else to make of `id_data`; OOD images are made only where there is no `ood_data`.
-        batch_size: Rows per forward pass where data comes in one piece.
+        make: Makes the store of a set, given its approximate number of batches and what else receives its vectors.
+        seen: Receives the vectors of `held_out`.
+        augment: Makes further images from `id_data`; OOD images only without `ood_data`.
+        batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
     """
 
     def run(

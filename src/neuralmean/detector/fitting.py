@@ -1,4 +1,4 @@
-"""How a detector learns: which scorer, which rows for what, and what the threshold is worth."""
+"""How a detector is fitted: which scorer, on which rows, and with which guarantee."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from neuralmean.errors import CalibrationWarning, InputError
+from neuralmean.detector.early_exit import full_of
+from neuralmean.errors import CalibrationWarning, InputError, NeuralMeanWarning
 from neuralmean.scorers import Observation, Scorer, make_scorer
-from neuralmean.scorers.contract import fit_scorer, score_blocks
-from neuralmean.stats.calibration import check_enough, examples_needed
+from neuralmean.scorers.contract import fit_scorer, score_blocks, view_of
+from neuralmean.scorers.folds import FOLDS, folds
+from neuralmean.stats.calibration import Calibration, check_enough, examples_for_twice, examples_needed, likely_rates
 
 Source = Literal["held_out", "rotated", "kept_aside", "folds", "all"]
 
 GUARANTEES: dict[str, str] = {
     "held_out": "The false-alarm rate holds for fresh inputs like the held-out ones, which the model must not have been "
     "trained on.",
-    "rotated": "The threshold comes from `id_data` slightly rotated, which stands in for images that the model has not "
+    "rotated": "The threshold comes from `id_data` slightly rotated, in place of images that the model has not "
     "memorised: an estimate without a guarantee. Pass `held_out` data that the model has not seen.",
     "kept_aside": "The threshold comes from a part of `id_data` kept aside. If the model was trained on these images, expect "
-    "more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "more false alarms than requested: pass `held_out` data that the model has not seen.",
     "folds": "The threshold comes from `id_data` itself, by cross-fitting, and holds approximately. If the model was trained on "
-    "these images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
-    "all": "The threshold comes from all of `id_data`, as nothing else was learnt from it. If the model was trained on these "
-    "images, expect more false alarms than asked for: pass `held_out` data that the model has not seen.",
+    "these images, expect more false alarms than requested: pass `held_out` data that the model has not seen.",
+    "all": "The threshold comes from all of `id_data`, because nothing else was learnt from it. If the model was trained on "
+    "these images, expect more false alarms than requested: pass `held_out` data that the model has not seen.",
 }
 
-SPLIT_FROM = 1000  # with fewer examples none is kept aside: the scorer is cross-fitted instead
+SPLIT_FROM = 1000  # with fewer examples the scorer is cross-fitted instead
 ASIDE = 0.2
-FOLDS = 5
 _MLP_FROM = 5000
 
 
@@ -45,7 +46,7 @@ def check_scorer(choice: str | Scorer | None) -> None:
 
 
 def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
-    """Return a new scorer of the kind asked for, or the best one for the data: `n_outliers` is None without OOD data."""
+    """Return a new scorer of the requested kind, or the best one for the data: `n_outliers` is None without OOD data."""
     if isinstance(choice, str):
         return make_scorer(choice)
     if choice is not None:
@@ -57,11 +58,11 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
             ) from error
     if n_outliers is None:
         return make_scorer("typicality")
-    return make_scorer("mlp" if n_outliers >= _MLP_FROM else "logistic")
+    return make_scorer("guided", {"learner": "mlp" if n_outliers >= _MLP_FROM else "logistic"})
 
 
 def rotate_every(n_rows: int | None, rate: float, confidence: float | None = None) -> int:
-    """Return of how many images one is rotated to calibrate on: all of few, a fifth of many."""
+    """Return n such that every n-th image is rotated for calibration: all of few images, a fifth of many."""
     enough = max(examples_needed(rate, confidence), 200)
     return 1 if n_rows is None else max(1, min(5, n_rows // enough))
 
@@ -73,69 +74,106 @@ def fit_and_score_inliers(
     *,
     held_out: Observation | None,
     rotated: Observation | None,
+    rotated_of: Tensor | None = None,
     rate: float,
     confidence: float | None = None,
 ) -> tuple[Tensor, Source]:
-    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with where they come from.
+    """Fit `scorer` and return scores of in-distribution rows to calibrate on, with their source.
 
-    Held-out rows are used where there are any, else rows of rotated images. Otherwise, of many rows a random part is
-    kept out of the fit; few rows are all used, and scored by scorers that were fitted on the other folds.
+    These are held-out rows if there are any, else rows of rotated images, each scored by what was learnt without the original
+    (`rotated_of` says which that is). Otherwise a random part of many rows is kept out of the fit; few rows are all used,
+    each scored by what was learnt from the other folds.
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, held_out), "held_out"
-    if rotated is not None:
-        fit_scorer(scorer, inliers, outliers)
-        return score_blocks(scorer, rotated), "rotated"
+    if rotated is not None and rotated_of is not None:
+        whole = len(rotated) // FOLDS < examples_needed(rate, confidence)
+        return _fit_and_score_made(scorer, inliers, outliers, rotated, rotated_of, whole=whole), "rotated"
     needed = check_enough(len(inliers), rate, confidence, kind="in-distribution")
     order = torch.randperm(len(inliers), generator=torch.Generator().manual_seed(0))
-    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them are as good as held out
+    if not getattr(scorer, "learnt", True):  # nothing is learnt from the rows, so all of them count as held out
         fit_scorer(scorer, inliers, outliers)
         return score_blocks(scorer, inliers), "all"
     if len(inliers) >= SPLIT_FROM and len(inliers) * ASIDE >= needed:
         aside, rest = order[: int(len(inliers) * ASIDE)], order[int(len(inliers) * ASIDE) :]
         fit_scorer(scorer, inliers, outliers, rest)
         return score_blocks(scorer, inliers, aside), "kept_aside"
-    return _cross_fit(scorer, inliers, outliers, order), "folds"
+    itself = torch.arange(len(inliers))
+    return _fit_and_score_made(scorer, inliers, outliers, inliers, itself, whole=True), "folds"
 
 
 def choose_scores(
     inliers: Tensor, held_out: Tensor | None, rate: float, confidence: float | None = None
 ) -> tuple[Tensor, Source]:
-    """Return which scores to calibrate on where nothing is learnt, with where they come from."""
+    """Return which scores to calibrate on if nothing is learnt, with their source."""
     if held_out is not None:
         return held_out, "held_out"
     check_enough(len(inliers), rate, confidence, kind="in-distribution")
     return inliers, "all"
 
 
-def _cross_fit(scorer: Scorer, inliers: Observation, outliers: Observation | None, order: Tensor) -> Tensor:
-    """Fit `scorer` on all rows, and return a score of each row by a twin that was fitted on the other folds.
+def _fit_and_score_made(
+    scorer: Scorer,
+    inliers: Observation,
+    outliers: Observation | None,
+    made: Observation,
+    origin: Tensor,
+    *,
+    whole: bool,
+) -> Tensor:
+    """Fit `scorer` on all rows, and score rows that were made of some of them, each without having learnt its origin."""
+    own = getattr(scorer, "fit_and_score", None)
+    if own is None:
+        return _cross_fit(scorer, inliers, outliers, made, origin)
+    views = (None if rows is None else view_of(scorer, rows) for rows in (inliers, outliers, made))
+    scores: Tensor = own(*views, origin, whole=whole)
+    return scores[~scores.isnan()]
 
-    Each twin has a scale of its own; its scores are brought to that of `scorer` by the mean and deviation of the scores
+
+def _cross_fit(
+    scorer: Scorer, inliers: Observation, outliers: Observation | None, made: Observation, origin: Tensor
+) -> Tensor:
+    """Fit `scorer` on all rows, and score rows that were made of them by twins that were fitted on the other folds.
+
+    Each copy has its own scale; its scores are mapped to that of `scorer` by the mean and deviation of the scores
     of the rows that it was fitted on.
     """
     fit_scorer(scorer, inliers, outliers)
     known = score_blocks(scorer, inliers)
-    scores = torch.empty_like(known)
-    for fold in range(FOLDS):
-        apart = torch.zeros(len(inliers), dtype=torch.bool)
-        apart[order[fold::FOLDS]] = True
-        if not apart.any():
+    scores = known.new_full((len(made),), torch.nan)
+    for apart in folds(len(inliers)):
+        twin, rest, scored = copy.deepcopy(scorer), (~apart).nonzero()[:, 0], apart[origin].nonzero()[:, 0]
+        if not len(scored):
             continue
-        twin = copy.deepcopy(scorer)
-        rest, apart = (~apart).nonzero()[:, 0], apart.nonzero()[:, 0]
         fit_scorer(twin, inliers, outliers, rest)
         fitted = score_blocks(twin, inliers, rest)
         ratio = known.std() / fitted.std().clamp_min(torch.finfo(fitted.dtype).tiny)
-        scores[apart] = (score_blocks(twin, inliers, apart) - fitted.mean()) * ratio + known.mean()
-    return scores
+        scores[scored] = (score_blocks(twin, made, scored) - fitted.mean()) * ratio + known.mean()
+    return scores[~scores.isnan()]
 
 
-def warn_if_weak(source: Source) -> None:
+def warn_if_weak(source: Source, calibration: Calibration | None) -> None:
     """Say plainly what a threshold is worth that does not come from held-out data."""
-    if source != "held_out":
-        warnings.warn(GUARANTEES[source], CalibrationWarning, stacklevel=3)
+    if source == "held_out":
+        return
+    text = GUARANTEES[source]
+    if calibration is not None:
+        rate = calibration.false_alarm_rate
+        low, high = likely_rates(len(calibration.scores), calibration.level)
+        text += f" From {len(calibration.scores)} scores, the rate is {100 * low:.2g} to {100 * high:.2g} % at best."
+        if high > 2 * rate:
+            enough = examples_for_twice(rate)
+            text += f" {enough} examples would keep it below twice the {100 * rate:g} % asked for."
+    warnings.warn(text, CalibrationWarning, stacklevel=3)
+
+
+def warn_if_left_out(scorer: Scorer) -> None:
+    """Say which terms of a scorer do not count because there are too few examples."""
+    left_out: dict[str, str] = getattr(full_of(scorer), "left_out", dict)()
+    few = {name: reason for name, reason in left_out.items() if "examples" in reason}
+    for name, reason in few.items():
+        warnings.warn(f"The term {name!r} of the score is left out, as {reason}.", NeuralMeanWarning, stacklevel=3)
 
 
 def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:
@@ -145,7 +183,7 @@ def warn_if_shared(inliers: Sequence[bytes], held_out: Sequence[bytes]) -> None:
     if shared:
         warnings.warn(
             f"{shared} of {len(held_out)} held-out examples are also in `id_data`: the threshold will be too low and false "
-            "alarms more frequent than asked for. Keep the two apart.",
+            "alarms more frequent than requested. Keep the two apart.",
             CalibrationWarning,
             stacklevel=3,
         )

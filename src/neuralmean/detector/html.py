@@ -1,4 +1,4 @@
-"""What a notebook shows for a decision, an explanation and a detector: small tables without scripts or styles of their own."""
+"""Notebook views of a decision, an explanation and a detector: small tables without scripts or styles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def explanation_table(explanation: Explanation) -> str:
 
 
 def detector_table(detector: Detector) -> str:
-    """Return what a detector watches, what it learnt and what its threshold is worth."""
+    """Return a table of what a detector watches, what it learnt and the guarantee of its threshold."""
     calibration = detector.calibration
     rows = [
         ("model", type(detector.model).__name__),

@@ -1,11 +1,10 @@
-"""What neuralmean would do with a model, and what a saved file holds, in words."""
+"""Descriptions of a model as `Detector` would use it, and of a saved file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from neuralmean.errors import ArtefactError, NeuralMeanError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording import find_head
+from neuralmean.scorers.typicality import TERMS, left_out
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Inspection:
     preprocessing: Preprocessing | None
 
     def summary(self) -> list[str]:
-        """Say it in a few lines."""
+        """Return the inspection in a few lines."""
         total = sum(layer.channels for layer in self.layers)
         source = {
             "batchnorm": "the batch-norm buffers, no data needed",
@@ -39,9 +39,12 @@ class Inspection:
         if not self.head_known:
             lines.append("default scorer: found out in fit (say --size to find out now)")
         elif self.head is None:
-            lines.append("default scorer: far and angle (no layer's output is the model's, so no classes)")
+            lines.append(
+                "default scorer: typicality, with its terms far and angle (no layer's output is the model's, so no classes)"
+            )
         else:
-            lines.append(f"default scorer: far, angle, feature, reach and energy (classes from {self.head!r})")
+            terms = "far, angle, reach and doubt"
+            lines.append(f"default scorer: typicality, with its terms {terms} (classes from {self.head!r})")
         how = self.preprocessing
         lines.append(
             "preprocessing: not known, give --mean, --std and --size" if how is None else f"preprocessing: {how}"
@@ -52,7 +55,7 @@ class Inspection:
 def inspect_model(
     model: nn.Module, layers: Sequence[str] | None = None, preprocessing: Preprocessing | None = None
 ) -> Inspection:
-    """Find out what `Detector` would do with `model`; where the input's size is known, the model is run once."""
+    """Inspect `model` as `Detector` would use it; if the input's size is known, the model is run once."""
     chosen = select_layers(model, layers)
     core = unwrap(model)
     free = all(has_running_mean(core.get_submodule(layer.name)) for layer in chosen)
@@ -62,30 +65,43 @@ def inspect_model(
             head = find_head(model, to_batch(torch.zeros(2, preprocessing.channels, *preprocessing.size)))
             known = True
         except (NeuralMeanError, RuntimeError, TypeError, ValueError):
-            known = False  # a model that takes something else than images
+            known = False  # a model that does not take images
     return Inspection(chosen, "batchnorm" if free else "data", head, known, preprocessing)
 
 
 def describe_saved(path: str | Path) -> list[str]:
     """Say what a saved detector holds, without its model."""
-    header = Artefact.read(path).header
+    artefact = Artefact.read(path)
     try:
-        return _describe(header)
+        return _describe(artefact)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         raise ArtefactError(
             f"Expected {str(path)!r} to describe a detector, but its content makes no sense. Fit again."
         ) from None
 
 
-def _describe(header: dict[str, Any]) -> list[str]:
+def _describe(artefact: Artefact) -> list[str]:
+    header = artefact.header
     fitted, calibration, info = header["fitted"], header["calibration"], header["info"]
     counts = ", ".join(f"{key.removeprefix('n_')} {value}" for key, value in fitted.items() if key.startswith("n_"))
     return [
         f"model: {info.get('model', header['model_class'])}",
         f"layers: {len(header['layers'])}, channels: {sum(layer[2] for layer in header['layers'])}",
         f"statistic: {header['statistic']}, scorer: {header['scorer']['name']}, reference: {header['reference']['source']}",
+        *_describe_terms(artefact),
         f"fitted: {fitted.get('when', 'calibrated only')}, on {counts or 'no data'}",
         f"threshold: {calibration['threshold']:.6g} for {calibration['false_alarm_rate']:g} alarms ({calibration['source']})",
         f"weights: sha256 {header['fingerprint'][:16]}…",
         f"written by: {', '.join(' '.join(pair) for pair in header['versions'].items())}, format {header['format_version']}",
     ]
+
+
+def _describe_terms(artefact: Artefact) -> list[str]:
+    """Say which terms of the typicality score count, and why others do not."""
+    used = next((tensor for name, tensor in artefact.tensors.items() if name.endswith("used_")), None)
+    if used is None or used.shape != (len(TERMS),):
+        return []
+    missing = left_out(used)
+    text = ", ".join(name for name in TERMS if name not in missing)
+    reasons = "; ".join(f"{name} is left out, as {reason}" for name, reason in missing.items())
+    return [f"terms: {text}" + (f" ({reasons})" if reasons else "")]

@@ -1,7 +1,7 @@
 """What kind of strangeness a flagged input has: how it looks, what it shows, or both.
 
-Two conformal p-values beside the usual one, calibrated on the same rows. They only type what is flagged. Which inputs are
-flagged, and with it the false-alarm rate over all kinds, depends on the usual p-value alone.
+Two further conformal p-values, calibrated on the same rows, classify the flagged inputs. Which inputs are
+flagged, and so the false-alarm rate over all kinds, depends on the usual p-value alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neuralmean.stats.calibration import Calibration
 Kind = Literal["typical", "appearance", "content", "both", "unsure"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-FLAGGED_KINDS = KINDS[1:]  # those of flagged inputs
+FLAGGED_KINDS = KINDS[1:]  # kinds of flagged inputs
 APPEARANCE = 0.5  # of the rate: what appearance is held to, as unseen content moves the middle layers a little as well
 
 SENTENCES: dict[Kind, str] = {

@@ -1,6 +1,6 @@
 """What a detector learns, and how `fit` learns it: one pass over the data, then the scorer, then the threshold.
 
-Nothing in here changes a detector: `learn` returns a `Learnt`, which a detector adopts as a whole or not at all.
+Nothing here changes a detector: `learn` returns a `Learnt`, which a detector adopts as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from neuralmean.data.batch import count_rows
@@ -33,17 +34,17 @@ class Learnt:
     """Everything that `fit` and `calibrate` set.
 
     Attributes:
-        reference: What the training data looks like; None where only `fit` can tell.
-        scorer: From vectors to scores.
+        reference: Channel statistics of the training data; None if they are unknown until `fit`.
+        scorer: Turns vectors into scores.
         calibration: The held-out scores and the threshold; None before `fit`.
         source: Where the calibration scores come from.
         scale: Moments of the vectors, for `statistic="both"`.
-        profile: What held-out data looks like, for a `Monitor`; None without held-out data.
-        head: Name of the layer that gives the logits, where the scorer needs them.
+        profile: Statistics of held-out data, for a `Monitor`; None without held-out data.
+        head: Name of the layer that gives the logits; None if the scorer does not need them.
         facts: When the detector was fitted, and on how many examples.
         grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group;
             None without groups.
-        kinds: What tells appearance from content; None where no rows were kept to learn it from.
+        kinds: Distinguishes appearance from content; None if no rows were kept to learn it from.
     """
 
     reference: Reference | None
@@ -60,15 +61,15 @@ class Learnt:
 
 @dataclass(frozen=True, eq=False)
 class FitSetup:
-    """What a detector was constructed with, as far as `fit` needs it.
+    """The constructor's arguments that `fit` needs.
 
     Attributes:
         model: The model.
         layers: The watched layers.
         statistic: Which discrepancy.
-        scorer: The scorer asked for; None takes the best one for the data.
-        reference: The reference, where it is known already.
-        head: The head asked for: a name, False for none, None to find it.
+        scorer: The requested scorer; None chooses the best one for the data.
+        reference: The reference, if it is known already.
+        head: The requested head: a name, False for none, None to find it.
     """
 
     model: nn.Module
@@ -79,15 +80,15 @@ class FitSetup:
     head: str | bool | None
 
     def observer(self, head: HeadChoice) -> Observer:
-        """Return what runs the model and records it."""
+        """Return an observer of the model."""
         return Observer(self.model, self.layers, variance=self.statistic != "mean", head=head)
 
     def empty_profile(self) -> ProfileBuilder:
-        """Return a profile of no example."""
+        """Return a profile of no examples."""
         return ProfileBuilder(vector_layers(self.layers, self.statistic), len(self.layers))
 
     def head_for(self, scorer: Scorer) -> HeadChoice:
-        """Return the head that a scorer needs: none, the one asked for, or the one to be found."""
+        """Return the head that a scorer needs: none, the requested one, or the one to be found."""
         if not needs_of(scorer) or self.head is False:
             return None
         return self.head if isinstance(self.head, str) else FIND_HEAD
@@ -113,6 +114,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     streams = setup.reference is not None and setup.statistic != "both" and not options.early_exit
     streams = streams and type(scorer) is AverageScorer
     profile = setup.empty_profile()
+    augment = _augmentation(scorer, id_data, ood_data, held_out, options)
     data = gather(
         observer,
         id_data,
@@ -126,7 +128,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
             layers=() if setup.reference else setup.layers,
         ),
         seen=profile,
-        augment=_augmentation(scorer, id_data, ood_data, held_out, options),
+        augment=augment,
         batch_size=options.batch_size,
     )
     if data.held_out is not None:
@@ -140,8 +142,9 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         scores, source = _streamed_scores(data, options)
     else:
         parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
+        origin = torch.tensor(augment.origin) if isinstance(augment, RotateSome) else None
         scores, source = fitting.fit_and_score_inliers(
-            scorer, **parts, rate=options.rate, confidence=options.confidence
+            scorer, **parts, rotated_of=origin, rate=options.rate, confidence=options.confidence
         )
         kinds = _learn_kinds(setup, scorer, parts, options.rate)
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
@@ -153,33 +156,33 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
 def _learn_kinds(setup: FitSetup, scorer: Scorer, parts: dict[str, Any], rate: float) -> Kinds:
     """Learn appearance and content from the rows of a fit, calibrated on those that the threshold comes from."""
     inliers = parts["inliers"]
-    # Without other rows the ones learnt from must do: few numbers are learnt of many rows.
+    # Without other rows, use those learnt from: few numbers are learnt from many rows.
     others = next((rows for name in ("held_out", "rotated") if (rows := parts[name]) is not None), inliers)
     layers = vector_layers(setup.layers, setup.statistic)
     return Kinds.learn(full_of(scorer), inliers, others, layers, len(setup.layers), rate)
 
 
 def check_count(data: Any, is_held_out: bool, options: FitOptions) -> None:
-    """Raise before any work if it is known that there are too few examples for the threshold asked for."""
+    """Raise before any work if it is known that there are too few examples for the requested threshold."""
     count = count_rows(data)
-    if count:  # data without any example is told by whoever reads it
+    if count:  # empty data is reported when it is read
         kind = "held-out" if is_held_out else "in-distribution"
         check_enough(count, options.rate, options.confidence, kind=kind)
 
 
 def observe(vectors: Vectors, stats: ChannelStats) -> Observation:
-    """Return what a scorer may see of channel statistics."""
+    """Return a scorer's view of channel statistics."""
     return Observation(vectors(stats.means, stats.variances), stats.logits, stats.feature)
 
 
 def _augmentation(
     scorer: Scorer, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions
 ) -> PermuteBlocks | RotateSome | None:
-    """Return what else to make of the in-distribution images: crafted outliers, images to calibrate on, or nothing."""
+    """Return how to augment the in-distribution images: crafted outliers, images to calibrate on, or None."""
     if ood_data is None and getattr(scorer, "uses_outliers", False):
         return PermuteBlocks()
     if held_out is None and needs_of(scorer):
-        # Logits and features of images that the model memorised are no measure of those of fresh images.
+        # Logits and features of memorised images differ from those of fresh images.
         return RotateSome(fitting.rotate_every(count_rows(id_data), options.rate, options.confidence))
     return None
 

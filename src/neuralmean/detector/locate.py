@@ -1,7 +1,7 @@
-"""Where in an input the score comes from: the contributions of the watched layers, split over their positions.
+"""Where in an input a score comes from: the contributions of the watched layers, split over their positions.
 
-The maps of the layers add up to the contributions that `Detector.explain` reports. Only the inputs given here keep their
-activations, and they take one forward pass.
+The maps of the layers add up to the contributions that `Detector.explain` reports. Only these inputs keep their
+activations; they take one forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def locate(detector: Detector, x: Any, *, by_layer: bool = False, batch_size: int = 16) -> Tensor:
-    """Return how much each place of each input adds to its score; see `Detector.locate`."""
+    """Return how much each place of each input contributes to its score; see `Detector.locate`."""
     detector.check_weights()
     found = []
     for batch in to_batches(x, name="x", batch_size=batch_size):
@@ -51,7 +51,7 @@ def _batch_maps(detector: Detector, batch: Batch) -> tuple[tuple[int, ...], list
     """Return the positions of an input, and the map of each layer over the layer's own positions, after one forward pass."""
     if batch.images is not None:
         raise InputError(
-            "Expected images of one size to locate in, but got a list of images. Locate in each by itself."
+            "Expected images of one size to locate in, but got a list of images. Call `locate` for each of them."
         )
     layers, slices = detector.watched, layer_slices(detector.watched)
     centre = _centre(detector)
@@ -71,7 +71,7 @@ def _batch_maps(detector: Detector, batch: Batch) -> tuple[tuple[int, ...], list
         own = shares[:, slices[layer.name]] / len(kept)
         parts = [_place(weights, own, found.mask, shape) for weights, shape in zip(kept, sizes, strict=True)]
         first = parts[0].shape[1:]
-        # A layer that ran several times has its first positions: those of the finest level of a pyramid.
+        # A layer that ran several times uses the positions of its first call: the finest level of a pyramid.
         maps.append(parts[0] + sum(_onto_input(part, first) for part in parts[1:]))
     return _input_size(batch, layers, shapes), maps
 
@@ -85,7 +85,7 @@ def _centre(detector: Detector) -> Tensor:
 
 
 def _shares(detector: Detector, found: Activations) -> Tensor:
-    """Return what each watched channel adds to the score, (N, D)."""
+    """Return the contribution of each watched channel to the score, (N, D)."""
     recording = found.recording
     recorded = (recording.mean, recording.variance, recording.logits, recording.feature)
     stats = ChannelStats(*(None if part is None else part.cpu() for part in recorded))  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def _shares(detector: Detector, found: Activations) -> Tensor:
 
 
 def _place(weights: Tensor, shares: Tensor, mask: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Return the share of each position in what one activation adds to the score, (N, *shape)."""
+    """Return the contribution of each position of one activation to the score, (N, *shape)."""
     if mask is not None and (len(weights), *shape) != tuple(mask.shape):
         mask = None
     maps = split_over_positions(weights, shares.to(weights.device), mask).cpu()
@@ -114,7 +114,7 @@ def _onto_input(maps: Tensor, size: Sequence[int]) -> Tensor:
         maps = maps[:, :prefix]
     else:
         placed = torch.zeros(len(maps), *size, dtype=maps.dtype)
-    # What belongs to no place (the class token, a layer after the pooling) is spread over all of them.
+    # Contributions of no place (the class token, a layer after the pooling) are spread over all of them.
     rest = maps.flatten(1).sum(dim=1) / placed[0].numel()
     return placed + rest.reshape(-1, *[1] * len(size))
 

@@ -25,11 +25,11 @@ def main_rows(output: Any, count: int) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What one forward pass showed of N inputs.
+    """The result of one forward pass over N inputs.
 
     Attributes:
         output: The model's own output; None if an early exit stopped the pass.
-        decision: What the detector says of the inputs; None as long as the detector has no threshold.
+        decision: The decision on the inputs; None as long as the detector has no threshold.
         score: The scores, shape (N,); higher = more OOD.
         stats: Channel means and variances, logits and feature, as recorded; None if an early exit stopped the pass.
         vectors: The discrepancy vectors, shape (N, D); None if an early exit stopped the pass.
@@ -45,24 +45,24 @@ class Observed:
 
     @property
     def logits(self) -> Tensor | None:
-        """The model's logits, shape (N, K), where the scorer needs them."""
+        """The model's logits, shape (N, K), if the scorer needs them."""
         return None if self.stats is None else self.stats.logits
 
     @property
     def feature(self) -> Tensor | None:
-        """The input of the model's last linear layer, shape (N, F), where the scorer needs it."""
+        """The input of the model's last linear layer, shape (N, F), if the scorer needs it."""
         return None if self.stats is None else self.stats.feature
 
     @property
     def main_output(self) -> Tensor | None:
-        """The main tensor of the model's output, shape (N, ...), on the CPU; None where it has no row for each input."""
+        """The main tensor of the model's output, shape (N, ...), on the CPU; None if it has no row for each input."""
         return main_rows(self.output, len(self.score))
 
     def explain(self, rows: Tensor | slice = slice(None)) -> Explanation | None:
-        """Return which layers and channels made the scores what they are, without another pass.
+        """Return how much each layer and channel contributes to the scores, without another pass.
 
         Args:
-            rows: Of which inputs.
+            rows: The inputs to explain.
 
         Returns:
             None if an early exit stopped the pass: the later layers never ran.
@@ -74,7 +74,7 @@ class Observed:
             return self.explainer(observation[rows], self.score[rows])
 
     def kind_p_values(self) -> Tensor | None:
-        """Return the p-values of appearance and content, float64 (N, 2), where the detector has learnt them."""
+        """Return the p-values of appearance and content, float64 (N, 2), if the detector has learnt them."""
         found = None if self.decision is None else self.decision.kind_p_values
         return found() if callable(found) else found
 

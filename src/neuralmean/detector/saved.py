@@ -1,4 +1,4 @@
-"""A saved detector together with its model: what the command, the service and the workers start from."""
+"""Opens a saved detector together with its model, for the command, the service and the workers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ LEAST_BATCHES = 50
 
 @dataclass(frozen=True)
 class SavedDetector:
-    """A detector that is ready for use, and what its images need."""
+    """A detector that is ready for use, with the preprocessing of its images."""
 
     detector: Detector
     preprocessing: Preprocessing | None
 
     def need_preprocessing(self) -> Preprocessing:
-        """Return the preprocessing, or raise where nobody says what it is."""
+        """Return the preprocessing, or raise if it is unknown."""
         if self.preprocessing is None:
             raise InputError(
-                "Expected to know how the model's images are prepared, but neither the file nor the model says. "
+                "Expected the file or the model to describe the preprocessing, but neither does. "
                 "Fit again with --mean, --std and --size."
             )
         return self.preprocessing
@@ -91,10 +91,10 @@ def open_saved(
     """Read a saved detector and build the model that it was fitted on.
 
     Args:
-        path: The saved file; its header remembers the model's spec, its weights and the preprocessing.
-        model: Spec of the model, instead of what the file says.
-        weights: Weights of the model, instead of what the file says.
-        rate: False-alarm rate, instead of that of the fit.
+        path: The saved file; its header holds the model's spec, the path of its weights and the preprocessing.
+        model: Spec of the model, overriding the file.
+        weights: Weights of the model, overriding the file.
+        rate: False-alarm rate, overriding that of the fit.
         device: Where the model runs; None leaves it where it was built, on the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
 
@@ -130,9 +130,9 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     if not isinstance(remembered, str):
         return None
     beside = path.parent / Path(remembered).name
-    # A path of a network would have Windows send the user's password hash to whoever wrote the file.
+    # A network path would make Windows send the user's password hash to the author of the file.
     for candidate in (beside,) if remembered.startswith(("\\\\", "//")) else (Path(remembered), beside):
-        with suppress(OSError, ValueError):  # a path that no system can have
+        with suppress(OSError, ValueError):  # an impossible path
             if candidate.is_file():
                 return candidate
     raise InputError(

@@ -1,4 +1,4 @@
-"""Between a `Detector` and its saved file: what goes into the header and the tensors, and back with every check."""
+"""Converts a `Detector` to its saved file and back, with every check."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Artefact:
-    """Return what the saved file of `detector` holds, with `info` in place of its own."""
+    """Return the content of the saved file of `detector`, with `info` replacing its own."""
     scorer = detector.scorer
     if detector.reference is None or detector.calibration is None:
         raise NotFittedError("Expected a fitted detector to save. Call `fit` or `calibrate` first.")
@@ -95,7 +95,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
 
     Raises:
         ModelMismatchError: The model is another one, or has other weights.
-        ArtefactError: The content makes no sense.
+        ArtefactError: The content is invalid.
     """
     header = artefact.header
     try:
@@ -123,7 +123,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         if detector.settings_digest != str(header["settings"]):
             raise ModelMismatchError(
                 f"Expected the {fitted_class} that {path!r} was fitted on, but its layers have other settings, such as "
-                "strides or epsilons. Build the model as it was, or fit again."
+                "strides or epsilons. Build the model as for the fit, or fit again."
             )
         detector.adopt(_read_learnt(detector, artefact, scorer, head))
         detector.info = dict(header["info"])
@@ -139,7 +139,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
         ArithmeticError,
     ) as error:
         raise ArtefactError(
-            f"Expected {path!r} to describe a detector, but its content makes no sense ({error})."
+            f"Expected {path!r} to describe a detector, but its content is invalid ({error})."
         ) from None
     return detector
 

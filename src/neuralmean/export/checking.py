@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from neuralmean.data.batch import Batch, to_batches
+from neuralmean.data.probes import are_close, odd_inputs
 from neuralmean.detector.decision import Decision
 from neuralmean.errors import InputError
-from neuralmean.recording.graph.checks import are_close, noise, odd_inputs
 
 if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
@@ -27,8 +27,8 @@ _OUTPUT_TOLERANCE = 1e-4
 _SIZES = (1, 2, 8)
 
 
-def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Batch, data: Any, where: str) -> int:
-    """Run a written graph on images and compare it with the library; return on how many inputs.
+def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Batch, data: Any, where: str) -> None:
+    """Run a written graph on images and compare it with the library.
 
     Args:
         detector: What was written.
@@ -42,7 +42,6 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
         InputError: An output differs; the message names it.
     """
     batches: Iterable[Batch] = _made(example) if data is None else to_batches(data, name="check", batch_size=32)
-    compared = 0
     for batch in batches:
         try:
             seen = next(iter(detector.observe_each([batch.each(Tensor.clone)])))
@@ -61,8 +60,6 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
                 f"{'test inputs' if data is None else 'inputs of `check`'} of shape {tuple(batch.first.shape[1:])}. No file was "
                 "written. Compare on inputs of your own with `check`, or run the model with the library."
             )
-        compared += len(batch)
-    return compared
 
 
 def _differing(
@@ -92,25 +89,11 @@ def _differing(
 
 
 def _made(example: Batch) -> Iterator[Batch]:
-    """Yield the example in batches of several sizes and, where the only input is an image, noise and natural-looking ones."""
-    if len(example.args) != 1 or example.kwargs:
-        for size in _SIZES:
-            rows = torch.arange(size) % len(example)
-            count = len(example)
-            yield example.each(lambda value: value[rows] if value.dim() and len(value) == count else value)  # noqa: B023
+    """Yield the example in batches of several sizes or, where it is the only input, probes of its shape."""
+    if len(example.args) == 1 and not example.kwargs:
+        yield from (Batch((inputs,)) for inputs in odd_inputs(example.first))
         return
-    x = example.first
-    for inputs in odd_inputs(x):
-        yield Batch((inputs,))
-    if x.dim() == 4 and x.is_floating_point():
-        for size in _SIZES:
-            yield Batch((natural_looking(noise(size, x)),))
-
-
-def natural_looking(images: Tensor) -> Tensor:
-    """Return noise, (N, C, H, W), with the spectrum of photographs: power falls with the square of the frequency."""
-    rows, columns = torch.fft.fftfreq(images.shape[2])[:, None], torch.fft.rfftfreq(images.shape[3])
-    frequency = torch.sqrt(rows**2 + columns**2).clamp_min(1 / max(images.shape[2:]))
-    made: Tensor = torch.fft.irfft2(torch.fft.rfft2(images.float()) / frequency, s=images.shape[2:])
-    made = made + made.mean(dim=1, keepdim=True)  # the colours of a photograph go together
-    return (made / made.std(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)).to(images.dtype)
+    count = len(example)
+    for size in _SIZES:
+        rows = torch.arange(size) % count
+        yield example.each(lambda value: value[rows] if value.dim() and len(value) == count else value)  # noqa: B023

@@ -19,7 +19,7 @@ from neuralmean.models.layers import unwrap
 from neuralmean.recording import RecordingModule
 from neuralmean.scorers import Observation
 from neuralmean.scorers.contract import needs_of
-from neuralmean.stats.discrepancy import neural_mean_discrepancy, neural_variance_discrepancy, scale_of
+from neuralmean.stats.discrepancy import Vectors
 
 if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
@@ -34,10 +34,6 @@ class DetectorGraph(nn.Module):
         n_args: How many inputs the model takes by position.
     """
 
-    reference_mean: Tensor
-    reference_std: Tensor
-    scale_mean: Tensor
-    scale_std: Tensor
     calibration_scores: Tensor
     alarm_rate: Tensor
 
@@ -51,21 +47,15 @@ class DetectorGraph(nn.Module):
                 "groups."
             )
         self.names, self.n_args = names, n_args
-        self.statistic = detector.statistic
+        self.vectors = Vectors(detector.statistic, detector.reference, detector.scale)
         self.needs = needs_of(detector.scorer)
         self.scorer = copy.deepcopy(detector.scorer)
         self.recording = RecordingModule(
             unwrap(detector.model),
             detector.watched,
-            variance=self.statistic != "mean",
+            variance=detector.statistic != "mean",
             head=detector.head,
         )
-        self.register_buffer("reference_mean", detector.reference.mean.float())
-        if self.statistic != "mean" and detector.reference.std is not None:
-            self.register_buffer("reference_std", detector.reference.std.float())
-        if detector.scale is not None:
-            self.register_buffer("scale_mean", detector.scale.mean.clone())
-            self.register_buffer("scale_std", scale_of(detector.scale))
         # One more than any score, for the one that a p-value counts besides the held-out scores.
         scores = detector.calibration.scores
         self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))
@@ -75,24 +65,13 @@ class DetectorGraph(nn.Module):
         """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
         args, kwargs = inputs[: self.n_args], dict(zip(self.names[self.n_args :], inputs[self.n_args :], strict=True))
         output, mean, variance, feature, logits = self.recording(args, kwargs, Batch(args, kwargs).mask)
-        vector = self._vector(mean, variance)
+        vector = self.vectors(mean, variance)
         seen = Observation(vector, logits, feature) if self.needs else vector
         score = self.scorer.score(seen)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
         at_least = self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)
         p_value = at_least.double().sum(dim=1) / len(self.calibration_scores)
         return output, score, p_value, p_value <= self.alarm_rate  # a score that is no number has the p-value 0
-
-    def _vector(self, means: Tensor, variances: Tensor | None) -> Tensor:
-        parts = []
-        if self.statistic != "variance":
-            parts.append(neural_mean_discrepancy(means, self.reference_mean))
-        if variances is not None:
-            parts.append(neural_variance_discrepancy(variances, self.reference_std))
-        vector = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if self.statistic == "both":
-            vector = ((vector - self.scale_mean) / self.scale_std).to(vector.dtype)
-        return vector
 
 
 def input_names(model: nn.Module, batch: Batch) -> tuple[str, ...]:

@@ -31,8 +31,8 @@ from neuralmean.files.artefact import FORMAT_VERSION
 from neuralmean.files.atomic import check_target, write_atomically
 from neuralmean.models.execution import Modules, device_of, eval_mode, translate_input_errors
 from neuralmean.models.layers import unwrap
+from neuralmean.models.repeats import check_repeats
 from neuralmean.recording.graph.capture import capture
-from neuralmean.recording.graph.checks import check_repeats
 from neuralmean.recording.graph.compiled import compile_packages
 from neuralmean.scorers import VectorScorer
 
@@ -102,8 +102,6 @@ def to_onnx(
         raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.6 or newer.")
     proto = exported.model_proto
     _name_batch(proto)
-    default = next(tensor for tensor in proto.graph.initializer if tensor.name.endswith(RATE))
-    _rename(proto.graph, default.name, RATE)
     proto.graph.input.append(onnx.helper.make_tensor_value_info(RATE, onnx.TensorProto.DOUBLE, []))
     onnx.helper.set_model_props(proto, {METADATA_KEY: found.header})
     content = proto.SerializeToString()
@@ -119,22 +117,13 @@ def to_onnx(
     return found.outputs
 
 
-def _rename(graph: Any, old: str, new: str) -> None:
-    for tensor in graph.initializer:
-        tensor.name = new if tensor.name == old else tensor.name
-    for node in graph.node:
-        node.input[:] = [new if name == old else name for name in node.input]
-
-
 def _name_batch(proto: Any) -> None:
     """Call the batch by its name, and not by that of a symbol of torch's."""
-    values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
-    dims = [dim for value in values for dim in value.type.tensor_type.shape.dim]
-    symbols = {
-        dim.dim_param for value in proto.graph.input for dim in value.type.tensor_type.shape.dim if dim.dim_param
-    }
-    for dim in dims:
-        if dim.dim_param and dim.dim_param in symbols:
+    parts = [list(proto.graph.input), [*proto.graph.output, *proto.graph.value_info]]
+    inputs, others = ([dim for value in part for dim in value.type.tensor_type.shape.dim] for part in parts)
+    symbols = {dim.dim_param for dim in inputs} - {""}
+    for dim in (*inputs, *others):
+        if dim.dim_param in symbols:
             dim.dim_param = "batch"
 
 
@@ -219,13 +208,10 @@ def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:
         raise InputError("Expected either `example_input` or `input_shape` to be given. Pass one of the two.")
     batch = to_batch(torch.zeros(2, *input_shape) if input_shape is not None else example_input)
     batch = batch.to(torch.device("cpu"))
-    size = len(batch)
-
-    def grow(value: Tensor) -> Tensor:
-        # A single example would have its batch size built into the graph.
-        return torch.cat([value, value]) if size == 1 and value.dim() > 0 and len(value) == 1 else value
-
-    return batch.each(grow)
+    if len(batch) > 1:
+        return batch
+    # A single example would have its batch size built into the graph.
+    return batch.each(lambda value: torch.cat([value, value]) if value.dim() and len(value) == 1 else value)
 
 
 def _output_names(output: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """The saved file: safetensors with a JSON header and a digest over all of it. No pickle, no code.
 
-Reading trusts nothing: sizes are bounded, the digest is checked before anything is used, and whatever is wrong with a
-file is an `ArtefactError` of one sentence. The reader is our own, because that of safetensors holds a file three times.
+Nothing read is trusted: sizes are bounded, the digest is checked before anything is used, and any defect of a
+file is an `ArtefactError` of one sentence. The reader is our own, because that of safetensors keeps three copies in memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Artefact:
     def write(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
         try:
-            # As it will be read: the keys of a dict are text then, and in another order.
+            # As it will be read: JSON makes strings of the keys and may change their order.
             header = json.loads(json.dumps({**self.header, "format_version": FORMAT_VERSION}))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"Expected `info` to hold nothing but JSON values, but it does not ({error}).") from None
@@ -65,7 +65,7 @@ class Artefact:
         """Read and check the file at `path`.
 
         Raises:
-            ArtefactError: The file is missing, damaged, truncated, of a newer format or not one of ours.
+            ArtefactError: The file is missing, damaged, truncated, of a newer format or not a saved detector.
         """
         name = str(path)
         try:
@@ -111,7 +111,7 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a file to read, without waiting for somebody to write to it as a pipe would."""
+    """Open a regular file for reading; a pipe or a device, which could block, is an error."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
     if file is None:
@@ -155,7 +155,7 @@ def _check_version(header: dict[str, Any], path: str) -> None:
 
 
 def _read_tensors(file: BinaryIO, entries: dict[str, Any], size: int, path: str) -> dict[str, Tensor]:
-    """Return the tensors, each read into memory of its own: a file takes no more memory than it is long."""
+    """Return the tensors, each read into its own memory, so that a file needs no more memory than its size."""
     planned = _plan(entries, size)
     if planned is None:
         raise ArtefactError(
@@ -165,14 +165,12 @@ def _read_tensors(file: BinaryIO, entries: dict[str, Any], size: int, path: str)
     for name, dtype, shape in planned:
         tensors[name] = torch.empty(shape, dtype=dtype)
         if tensors[name].numel() and file.readinto(_bytes(tensors[name])) != tensors[name].nbytes:  # type: ignore[attr-defined]
-            raise ArtefactError(
-                f"Expected {path!r} to stay as it is while it is read, but it became shorter. Try again."
-            )
+            raise ArtefactError(f"Expected {path!r} not to change while it is read, but it became shorter. Try again.")
     return tensors
 
 
 def _plan(entries: dict[str, Any], size: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]] | None:
-    """Return name, type and shape of each tensor in the order of the file; None where they do not fill it exactly."""
+    """Return name, type and shape of each tensor in the order of the file; None if they do not fill it exactly."""
     planned, end = [], 0
     try:
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

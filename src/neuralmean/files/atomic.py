@@ -1,8 +1,8 @@
 """Files that are written whole or not at all.
 
-`write_atomically` is the one way in which this library puts a result on disk: whoever looks at the path sees the old
-file or the new one, never a part, also after `kill -9`, a full disk or a power cut. `locked` lets processes take turns.
-Knows nothing of formats.
+This library writes every result with `write_atomically`: a reader of the path sees the old
+file or the new one, never a part, also after `kill -9`, a full disk or a power cut. `locked` makes processes take turns.
+Independent of formats.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> Abstr
 
     Args:
         path: Where the file will be.
-        mode: `"wb"` for bytes, `"w"` for UTF-8 text, written as it comes (no newline translation: what `csv` wants).
+        mode: `"wb"` for bytes, `"w"` for UTF-8 text, written without newline translation, as `csv` requires.
 
     Example:
         >>> import tempfile
@@ -71,7 +71,7 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         with _open_special(path, mode) as handle:
             yield handle
         return
-    # Opened by hand and not by `tempfile`: the process's umask then decides who may read the file, as for any other.
+    # Not opened by `tempfile`, so that the process's umask sets the permissions, as for any other file.
     try:
         target = Path(os.path.realpath(path))
         temporary = target.with_name(f"{_hidden(target)}{secrets.token_hex(6)}.nmd-tmp")
@@ -100,14 +100,14 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
 
 
 def remove_leftovers(path: str | Path) -> None:
-    """Delete what writers of `path` that were killed in the middle left beside it; nobody may be writing it now."""
+    """Delete the unfinished files of killed writers of `path`; nothing may be writing it now."""
     target = Path(os.path.realpath(path))
     for leftover in target.parent.glob(f"{glob.escape(_hidden(target))}{'?' * 12}.nmd-tmp"):
         _remove(leftover)
 
 
 def _hidden(target: Path) -> str:
-    """How the names of a target's unfinished files begin; cut, as a name may not be longer than 255 bytes."""
+    """Return the prefix of a target's unfinished files, cut to fit into the 255 bytes of a file name."""
     return f".{target.name[:50]}."
 
 
@@ -129,7 +129,7 @@ def _open_special(path: Path, mode: Literal["wb", "w"]) -> IO[Any]:
 
 
 def _existing_mode(path: Path) -> int | None:
-    """File type and permissions of what is at `path` now, None where there is nothing."""
+    """Return file type and permissions of the file at `path`; None if there is none."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -155,7 +155,7 @@ def _remove(temporary: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut, where the system can (Windows and some network drives cannot)."""
+    """Make the new name survive a power cut where the system can (Windows and some network drives cannot)."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -177,20 +177,20 @@ def _explain(path: Path, error: OSError) -> str:
     if error.errno in DISK_FULL:
         why = "the disk is full. Free some space or choose another path; what was there before is unchanged."
     else:
-        why = cures.get(error.errno or 0, f"the system said: {error.strerror or error}.")
+        why = cures.get(error.errno or 0, f"the system reported: {error.strerror or error}.")
     return f"Expected to write {str(path)!r}, but {why}"
 
 
 @contextmanager
 def locked(path: str | Path, *, wait: bool = True) -> Generator[bool]:
-    """Hold an exclusive lock on `path` inside the block; the system lets it go when the process ends, however it ends.
+    """Hold an exclusive lock on `path` inside the block; the system releases it when the process ends, however it ends.
 
     Args:
-        path: A file of its own for the lock; made where there is none, and left behind.
-        wait: Whether to wait for another process; if not, the block runs in any case and is told whether it has the lock.
+        path: A file of its own for the lock; created if missing, and never deleted.
+        wait: Whether to wait for another process; if not, the block runs in any case and receives whether it holds the lock.
 
     Raises:
-        ArtefactError: The file cannot be made.
+        ArtefactError: The file cannot be created.
     """
     path = Path(path)
     try:

@@ -1,7 +1,7 @@
-"""What a long run has finished so far, on disk: one line per finished part, in order, so that the run can resume.
+"""The finished parts of a long run, on disk: one line each, in order, so that the run can resume.
 
-A line carries a checksum and the key of its part. After a crash whatever is whole is kept and the rest is cut off; what a
-key means is the business of whoever writes it. Only one run writes; a second one at the same file is refused.
+A line carries a checksum and the key of its part. After a crash, complete lines are kept and the rest is cut off; the
+meaning of a key belongs to the writer. Only one run writes at a time; a second one is refused.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Journal:
 
     Args:
         out: The output, which need not exist yet.
-        run: What the run is (detector, settings): lines of another run are not used.
-        resume: Whether to go on from what is there.
-        refuse_others: Whether a journal of another run is an error instead of being begun anew.
+        run: Identity of the run (detector, settings); lines of another run are not used.
+        resume: Whether to continue from the existing journal.
+        refuse_others: Whether a journal of another run is an error instead of being started again.
 
     Attributes:
         path: Where the journal is.
@@ -71,7 +71,7 @@ class Journal:
             raise
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every finished part, in order, up to the first line that is not whole."""
+        """Yield every finished part, in order, up to the first incomplete line."""
         end = self.start
         with _told(self.path), self.path.open("rb") as file:
             file.seek(end)
@@ -92,7 +92,7 @@ class Journal:
         self._write(_line(key, json.dumps(content).encode("ascii")))
 
     def cut(self, end: int | None = None) -> int:
-        """Forget what comes after `end`, the end of an entry; None keeps all that are whole. Returns the new end."""
+        """Drop everything after `end`, the end of an entry; None keeps all complete entries. Returns the new end."""
         if end is None:
             end = self.start
             for entry in self.entries():
@@ -102,12 +102,12 @@ class Journal:
             return self._file.seek(end)
 
     def close(self) -> None:
-        """Let go of the file; another run may go on from it."""
+        """Close the file; another run may continue from it."""
         with _told(self.path):
             self._file.close()
 
     def remove(self) -> None:
-        """Delete it: the result is written."""
+        """Delete the journal, after the result was written."""
         self.close()
         with _told(self.path):
             self.path.unlink(missing_ok=True)
@@ -121,13 +121,13 @@ class Journal:
 
 @contextmanager
 def _told(path: Path) -> Generator[None]:
-    """Say in our words what the system says in this block."""
+    """Translate errors of the system inside the block."""
     try:
         yield
     except OSError as error:
-        why = "the disk is full" if error.errno in DISK_FULL else f"the system said: {error.strerror or error}"
+        why = "the disk is full" if error.errno in DISK_FULL else f"the system reported: {error.strerror or error}"
         raise ArtefactError(
-            f"Expected to write {str(path)!r}, but {why}. What is finished is kept: run it again to go on."
+            f"Expected to write {str(path)!r}, but {why}. Finished parts are kept: run it again to continue."
         ) from error
 
 
@@ -141,8 +141,8 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _open(path: Path) -> FileIO:
-    """Open a file to read and write, making it where there is none, and keep others out."""
-    # No link is followed: it would be the file of somebody else that is cut. No pipe is waited for.
+    """Open a file for reading and writing, create it if missing, and lock it."""
+    # A symbolic link is not followed, as it would truncate another file; a pipe is not waited for.
     flags = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
@@ -150,34 +150,36 @@ def _open(path: Path) -> FileIO:
         if error.errno == errno.ELOOP:
             raise ArtefactError(_NO_FILE.format(str(path))) from None
         raise ArtefactError(
-            f"Expected to write {str(path)!r}, but the system said: {error.strerror or error}. Choose another path."
+            f"Expected to write {str(path)!r}, but the system reported: {error.strerror or error}. Choose another path."
         ) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ArtefactError(_NO_FILE.format(str(path)))
         _lock(descriptor, path)
-        # Without a buffer: what a full disk refused must not be written again, and fail again, when the file is closed.
+        # Unbuffered: a write that failed on a full disk must not be repeated, and fail again, when the file is closed.
         return os.fdopen(descriptor, "r+b", buffering=0)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):
-            raise ArtefactError(f"Expected to open {str(path)!r}, but the system said: {error.strerror}.") from error
+            raise ArtefactError(
+                f"Expected to open {str(path)!r}, but the system reported: {error.strerror}."
+            ) from error
         raise
 
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: two runs at one file are then the user's business
+    except ImportError:  # Windows: no lock
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ArtefactError(
-            f"Expected to be the only run that writes {str(path)!r}, but another one is at it. Wait for it, or choose "
+            f"Expected to be the only run that writes {str(path)!r}, but another run uses it. Wait for it, or choose "
             "another output."
         ) from None
     except OSError as error:
         raise ArtefactError(
-            f"Expected to lock {str(path)!r}, but the system said: {error.strerror or error}. Choose another disk."
+            f"Expected to lock {str(path)!r}, but the system reported: {error.strerror or error}. Choose another disk."
         ) from error

@@ -32,14 +32,14 @@ _LABELS = frozenset({"label", "labels", "label_ids", "start_positions", "end_pos
 
 
 class DetectorCallback(TrainerCallback):  # type: ignore[misc]
-    """Ends a training with a detector that is fitted on the training data: `Trainer(callbacks=[DetectorCallback()])`.
+    """Fits a detector on the training data when training ends: `Trainer(callbacks=[DetectorCallback()])`.
 
     In a distributed training each process fits on its own share of the data, and the first one saves.
 
     Args:
         path: Where to save the detector; None only keeps it as `detector`.
         held_out: In-distribution batches that the model was not trained on, which set the threshold. None takes the data that
-            the trainer last evaluated on; if there is none, a part of the training data, with a warning on what that is worth.
+            the trainer last evaluated on; if there is none, a part of the training data, with a warning on how reliable that is.
         false_alarm_rate: Share of in-distribution inputs that may be flagged.
         make: Returns a detector for the trained model, such as `partial(Detector, scorer="average")`.
         info: JSON values to save with the detector (model spec, preprocessing).
@@ -78,7 +78,7 @@ class DetectorCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class ModelInputs:
-    """The batches of a loader without labels and without what the model's `forward` does not take.
+    """The batches of a loader without labels and other entries that the model's `forward` does not accept.
 
     Args:
         batches: Yields dicts, as the loaders of a `Trainer` do; other batches pass unchanged.
@@ -103,13 +103,13 @@ class ModelInputs:
 
 
 def preprocessing_of(processor: Any) -> Preprocessing:
-    """Return what an image processor does to an image as a `Preprocessing`, which a saved detector carries along.
+    """Return the `Preprocessing` that an image processor applies, to be saved with a detector.
 
     Args:
         processor: An image processor, or a processor that has one as `image_processor`.
 
     Raises:
-        InputError: A processor that does something else than resize, crop the centre, rescale to 0 to 1 and normalise.
+        InputError: The processor does more than resize, crop the centre, rescale to 0 to 1 and normalise.
     """
     processor = getattr(processor, "image_processor", processor)
     name = type(processor).__name__
@@ -136,7 +136,7 @@ def preprocessing_of(processor: Any) -> Preprocessing:
 
 
 def _geometry(processor: Any, name: str) -> tuple[tuple[int, int] | None, str, float]:
-    """Return size, crop and crop fraction as `Preprocessing` takes them."""
+    """Return size, crop and crop fraction for `Preprocessing`."""
     if not getattr(processor, "do_resize", False):
         if getattr(processor, "do_center_crop", False):
             raise InputError(

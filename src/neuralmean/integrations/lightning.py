@@ -1,4 +1,4 @@
-"""Lightning: a callback that fits a detector when training ends and logs the OOD rate of what is validated or tested later.
+"""Lightning: a callback that fits a detector when training ends and logs the OOD rate of later validation and test data.
 
 Works with `lightning` and with `pytorch_lightning`; needs `pip install neuralmean[lightning]`.
 """
@@ -36,7 +36,7 @@ class DetectorCallback(Callback):  # type: ignore[misc]
     Args:
         path: Where to save the detector; None only keeps it as `detector`.
         held_out: In-distribution data that the model was not trained on, which sets the threshold. None takes the validation
-            data, of which `validate` then flags `false_alarm_rate` by construction: to learn something, log other data.
+            data, of which `validate` then flags `false_alarm_rate` by construction: log other data for a meaningful rate.
         false_alarm_rate: Share of in-distribution inputs that may be flagged.
         network: Name of the attribute of the LightningModule that holds the model; None watches the module itself.
         make: Returns a detector for the trained model, such as `partial(Detector, scorer="average")`.
@@ -64,7 +64,7 @@ class DetectorCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Forget an earlier detector, whose weights are about to change."""
         self.detector = None
-        self._model(pl_module)  # a wrong name is an error now rather than after hours of training
+        self._model(pl_module)  # so that a wrong name is an error now rather than after hours of training
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Fit the detector and save it."""
@@ -107,7 +107,7 @@ class DetectorCallback(Callback):  # type: ignore[misc]
 
 
 def _only(loaders: Any, name: str) -> Any:
-    """Return the one data loader of a trainer, None where it has none."""
+    """Return the only data loader of a trainer, None if it has none."""
     if isinstance(loaders, (list, tuple)):
         if len(loaders) > 1:
             raise InputError(f"Expected one data loader for {name}, but got {len(loaders)}. Pass `held_out`.")

@@ -1,7 +1,7 @@
 """A server of the Model Context Protocol: agents inspect models, score and explain images, and write reports.
 
-Needs `pip install neuralmean[mcp]`. The tools call what the command calls. They read files of the machine that the server runs
-on, and only those below `root` where one is given.
+Needs `pip install neuralmean[mcp]`. The tools call the same functions as the command. They read files of the server's
+machine, and with `root` only those below it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTRUCTIONS = (
 
 
 class Tools:
-    """What the server offers; every path is checked against `root`.
+    """The tools of the server; every path is checked against `root`.
 
     Args:
         root: Folder that files must lie in; None allows every path.
@@ -39,7 +39,7 @@ class Tools:
         self.trust_local_code = trust_local_code
 
     def inspect(self, saved: str) -> list[str]:
-        """Say what a saved detector watches, what it was fitted on and what its threshold is worth.
+        """Describe what a saved detector watches, what it was fitted on and when its false-alarm rate holds.
 
         Args:
             saved: A file that `nmd fit` wrote.
@@ -54,7 +54,7 @@ class Tools:
         Args:
             saved: A file that `nmd fit` wrote.
             paths: Image files or folders.
-            rate: False-alarm rate to use instead of that of the fit.
+            rate: False-alarm rate, overriding that of the fit.
         """
         from neuralmean.jobs import Tally, score_images
 
@@ -82,7 +82,7 @@ class Tools:
         }
 
     def explain(self, saved: str, image: str) -> dict[str, Any]:
-        """Say which layers contribute most to the score of an image.
+        """Return the layers that contribute most to the score of an image.
 
         Args:
             saved: A file that `nmd fit` wrote.
@@ -157,7 +157,7 @@ def create_server(root: str | Path | None = None, *, trust_local_code: bool = Fa
     tools = Tools(root, trust_local_code=trust_local_code)
 
     def telling(tool: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the tool with our errors as answers: the agent is told nothing of other exceptions."""
+        """Return the tool with this library's errors as answers; details of other exceptions are not sent to the agent."""
 
         @wraps(tool)
         def told(*args: Any, **kwargs: Any) -> Any:

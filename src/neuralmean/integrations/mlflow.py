@@ -1,4 +1,4 @@
-"""MLflow: log a detector, its report and its figures; load the detector as a pyfunc model.
+"""MLflow: log a detector, its report and its metrics; load the detector as a pyfunc model.
 
 A logged detector is a folder with the saved detector and the model's weights, both safetensors: nothing is pickled. Loading
 builds the model from its spec under the rules for saved files. Needs `pip install neuralmean[mlflow]`.
@@ -44,15 +44,15 @@ def log_detector(detector: Detector, name: str = "detector", *, model: str | Non
     Args:
         detector: A fitted detector.
         name: Name of the logged model.
-        model: How to build the model again, as a spec (`timm:NAME`, `package.module:callable`); None takes what the detector
-            says in `info["model"]`. Only a model of timm, torchvision or the benchmark, or a class of an
+        model: How to build the model again, as a spec (`timm:NAME`, `package.module:callable`); None takes the detector's
+            `info["model"]`. Only a model of timm, torchvision or the benchmark, or a class of an
             installed package, can be loaded without naming it again: see `load_detector`.
     """
     calibration = detector.calibrated()
     spec = model or detector.info.get("model")
     if not isinstance(spec, str):
         raise InputError(
-            "Expected to know how to build the model again, but the detector does not say. "
+            "Expected a spec to build the model from, but the detector has none. "
             "Pass `model`, such as 'timm:resnet18' or 'package.module:callable'."
         )
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def log_detector(detector: Detector, name: str = "detector", *, model: str | Non
         save_file(tensors, place / WEIGHTS)
         known = dict(detector.info)
         detector.save(place / DETECTOR, info={"model": spec, "weights": WEIGHTS})
-        detector.info = known  # the caller's detector keeps what it said before
+        detector.info = known  # the caller's detector stays unchanged
         logged = mlflow.pyfunc.log_model(
             name=name,
             loader_module=__name__,
@@ -86,7 +86,7 @@ def log_detector(detector: Detector, name: str = "detector", *, model: str | Non
 def log_results(
     detector: Detector, id_data: Any, ood_sets: Mapping[str, Any], *, batch_size: int = BATCH_SIZE
 ) -> dict[str, float]:
-    """Log how well a detector tells sets of data apart, and return what was logged, in percent.
+    """Log how well a detector separates sets of data, and return the logged metrics, in percent.
 
     Logs `NAME.auroc`, `NAME.tnr95` and `NAME.flagged` for each set, and `id.flagged`.
 
@@ -94,7 +94,7 @@ def log_results(
         detector: A fitted detector.
         id_data: In-distribution data that the detector was not fitted on.
         ood_sets: Out-of-distribution data, by name.
-        batch_size: Rows per forward pass where data comes in one piece.
+        batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
     """
     inside = detector.predict(id_data, batch_size=batch_size)
     found = {"id.flagged": 100 * inside.is_ood.double().mean().item()}
@@ -115,7 +115,7 @@ def log_report(detector: Detector, id_images: Any, ood_sets: Mapping[str, Any], 
 
 
 class DetectorModel:
-    """What `mlflow.pyfunc.load_model` calls.
+    """The model that `mlflow.pyfunc.load_model` returns.
 
     Args:
         detector: A calibrated detector with its model.
@@ -138,7 +138,7 @@ def load_detector(uri: str, *, model: str | None = None) -> Detector:
 
     Args:
         uri: Where it was logged, such as `runs:/RUN_ID/detector`.
-        model: Spec of the model, in place of what the file says: only a spec that you type may name any function or any
+        model: Spec of the model, overriding the file: only a spec that you type may name any function or
             module.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def load_detector(uri: str, *, model: str | None = None) -> Detector:
 def _load_pyfunc(data_path: str) -> DetectorModel:
     """Open a logged detector; MLflow calls this with the folder that `log_detector` logged.
 
-    Takes no `model_config`: MLflow stores that with the model, so a spec in it is not the word of the person who loads it.
+    Takes no `model_config`: MLflow stores that with the model, so a spec in it cannot be trusted.
     """
     folder = Path(data_path)
     return DetectorModel(open_saved(folder / DETECTOR, weights=folder / WEIGHTS).detector)

@@ -28,7 +28,7 @@ class OutlierDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     """A model with its detector, as a scikit-learn outlier detector.
 
     Args:
-        model: A trained model whose inputs are rows of numbers, or what `input_shape` makes of them. It is never changed.
+        model: A trained model whose inputs are rows of numbers, or rows reshaped to `input_shape`. It is never changed.
         input_shape: Shape of one input, such as (3, 32, 32); each row is reshaped to it. None passes rows on as they are.
         false_alarm_rate: Share of in-distribution inputs that may be flagged.
         layers: As for `Detector`.
@@ -45,7 +45,7 @@ class OutlierDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
     Example:
         >>> rows = np.random.default_rng(0).normal(size=(200, 2))
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-        >>> _ = [model(torch.from_numpy(rows).float()) for _ in range(50)]  # in place of training
+        >>> _ = [model(torch.from_numpy(rows).float()) for _ in range(50)]  # instead of training
         >>> outliers = OutlierDetector(model, scorer="average").fit(rows[:100], held_out=rows[100:])
         >>> outliers.predict([[0.0, 0.0], [90.0, -90.0]])
         array([ 1, -1])
@@ -63,7 +63,7 @@ class OutlierDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
         head: str | bool | None = None,
         batch_size: int = BATCH_SIZE,
     ) -> None:
-        # scikit-learn's convention: the constructor only stores, so that `clone` gets back what was given.
+        # scikit-learn's convention: the constructor only stores its arguments, so that `clone` works.
         self.model = model
         self.input_shape = input_shape
         self.false_alarm_rate = false_alarm_rate
@@ -80,7 +80,7 @@ class OutlierDetector(OutlierMixin, BaseEstimator):  # type: ignore[misc]
             X: In-distribution rows, shape (N, n_features).
             y: Ignored; scikit-learn passes it.
             held_out: In-distribution rows that the model was not trained on, which set the threshold. Without them a part of
-                `X` is used, with a warning on what that is worth.
+                `X` is used, with a warning on how reliable that is.
         """
         rows = validate_data(self, X, dtype=np.float32, ensure_min_samples=2)
         options: dict[str, Any] = {"false_alarm_rate": self.false_alarm_rate, "batch_size": self.batch_size}

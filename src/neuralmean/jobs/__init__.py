@@ -1,6 +1,6 @@
 """Scores of many images as rows in one file: exactly once each, whole or not at all, and resumable.
 
-`rows` writes them, `journal` notes what is finished so that a killed run goes on, `local` scores in this process.
+`rows` writes them, the journal records finished parts so that a killed run can resume, `local` scores in this process.
 `neuralmean.jobs.cluster` scores over many workers and uses the first two.
 """
 

@@ -1,6 +1,7 @@
-"""Scoring in this process: images in batches, rows out, with notes of what is done.
+"""Scoring in this process: batches of images in, rows out, with a journal of finished batches.
 
-As batches are cut at the same places, a run that goes on ends like an undisturbed one, bit for bit. Memory does not grow.
+Batches are always cut at the same places, so a resumed run gives bit for bit the result of an uninterrupted one, in
+constant memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from neuralmean.stats.false_flags import most_false_flags
 
 @dataclass
 class Tally:
-    """How many images were scored, flagged and not readable, and how many came from an earlier run."""
+    """Numbers of scored, flagged and unreadable images, and of those from an earlier run."""
 
     scored: int = 0
     flagged: int = 0
@@ -50,11 +51,11 @@ class Tally:
 
 
 def select_rows(rows: Callable[[], Iterable[ScoreRow]], fdr: float | None) -> Iterator[ScoreRow]:
-    """Yield rows with `is_ood` for those to look at: on average at most a share `fdr` of them is in-distribution.
+    """Yield rows with `is_ood` set so that on average at most a share `fdr` of the flagged is in-distribution.
 
     Args:
         rows: Called twice, for the same rows.
-        fdr: The share; None yields the rows as they are.
+        fdr: The share; None yields the rows unchanged.
     """
     if fdr is None:
         yield from rows()
@@ -69,7 +70,7 @@ def select_rows(rows: Callable[[], Iterable[ScoreRow]], fdr: float | None) -> It
 
 
 def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float = 0.95) -> str | None:
-    """Say how many of the flagged images are false flags at the most; None where that is unknown or nothing is flagged.
+    """Return a sentence with the maximum number of false flags; None if that is unknown or nothing is flagged.
 
     The bound holds for any choice of the smallest p-values, also one made after looking.
     """
@@ -81,14 +82,14 @@ def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float 
 
 
 class CountedBatches(ImageBatches):
-    """Image batches that know how many they are, for a progress bar with the time left."""
+    """Image batches with a length, for a progress bar with the time left."""
 
     def __len__(self) -> int:
         return (self.count() + self.batch_size - 1) // self.batch_size
 
 
 class LabelledBatches(CountedBatches):
-    """Image batches that note the group of each image as it comes: `labels`, in order, of the latest pass.
+    """Image batches that record the group of each image: `labels`, in order, of the latest pass.
 
     Args:
         label: Gives the group of an image by its name.
@@ -138,11 +139,11 @@ class ScoreFile:
     """The output of one scoring run.
 
     Args:
-        out: The file to write in the end.
+        out: The file to write at the end.
         kind: One of `FORMATS`.
-        artefact: The saved detector: scores of another one are not gone on with.
-        settings: What else must be the same for a run to go on.
-        resume: Whether to go on from an earlier run.
+        artefact: The saved detector; scores of another one are not continued.
+        settings: Other settings that must be the same for a run to resume.
+        resume: Whether to resume an earlier run.
     """
 
     def __init__(self, out: Path, kind: str, *, artefact: Artefact, settings: Any, resume: bool) -> None:
@@ -156,11 +157,11 @@ class ScoreFile:
         tally: Tally,
         fdr: float | None = None,
     ) -> None:
-        """Score what is not done yet, note each batch as it comes, then write the output.
+        """Score the remaining images, record each batch, then write the output.
 
         Args:
-            batches: Called with a function that says which names to skip; gives the rows of the others.
-            tally: Where to count.
+            batches: Called with a function that decides which names to skip; yields the rows of the others.
+            tally: Counts the images.
             fdr: See `select_rows`.
         """
         with closing(Journal(self.out, self._run, resume=self._resume, refuse_others=True)) as journal:
@@ -179,10 +180,10 @@ class ScoreFile:
 
 
 class _Done:
-    """Says of each name, in the order of the inputs, whether it is done: done names come in that order too.
+    """Decides for each name, in the order of the inputs, whether it is done; done names have the same order.
 
     Attributes:
-        waiting: The next name that is done and has not been asked for; None when there is none left.
+        waiting: The next done name; None if there is none left.
         count: How many names were skipped.
     """
 

@@ -1,4 +1,4 @@
-"""What is said of an image, and how it is written: a table, JSON lines, CSV or parquet. Knows nothing of how it is found."""
+"""Rows of results and how they are written: a table, JSON lines, CSV or parquet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 10_000
 
 
 class ScoreRow(NamedTuple):
-    """What is said of one image; higher scores = more OOD."""
+    """The result for one image; higher scores = more OOD."""
 
     path: str
     score: float
@@ -30,7 +30,7 @@ class ScoreRow(NamedTuple):
 
 
 class FinishedPart(NamedTuple):
-    """What a journal keeps of a finished part: the rows of its images, and what could not be read."""
+    """A finished part in the journal: the rows of its images, and the unreadable inputs."""
 
     rows: list[ScoreRow]
     unreadable: list[Unreadable]
@@ -59,7 +59,7 @@ def _checked(row: ScoreRow) -> ScoreRow:
 
 
 def format_of(out: Path | None, asked: str | None) -> str:
-    """Return the format to write: what was asked for, else what the file's ending says, or a table without a file."""
+    """Return the format to write: the requested one, else that of the file's ending, or a table without a file."""
     if asked is not None and asked not in FORMATS:
         raise InputError(f"Expected the format to be one of {list(FORMATS)}, but got {asked!r}.")
     chosen = asked or ("table" if out is None else _BY_ENDING.get(out.suffix.lower()))
@@ -84,7 +84,7 @@ def write_rows(out: Path, kind: str, rows: Iterable[ScoreRow]) -> None:
 
 
 def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> Iterator[str]:
-    """Yield the lines of a table, of JSON or of CSV.
+    """Yield the lines of a table, JSON or CSV.
 
     Example:
         >>> list(format_rows("csv", [ScoreRow("a,b.png", 1.5, 0.25, False, "typical")]))
@@ -105,12 +105,12 @@ def format_rows(kind: str, rows: Iterable[ScoreRow], *, header: bool = True) -> 
 
 
 def _as_text(path: str) -> str:
-    """The path with bytes that are no text written out, as JSON does: Linux allows any bytes in the name of a file."""
+    """Return the path with undecodable bytes escaped, as JSON does: Linux allows any bytes in file names."""
     return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _as_cell(path: str) -> str:
-    """Return a path that no spreadsheet takes for a formula, and that still names the file."""
+    """Return the path in a form that no spreadsheet reads as a formula and that still names the file."""
     return f"./{path}" if path.startswith(("=", "+", "-", "@", "\t", "\r")) else path
 
 

@@ -1,10 +1,10 @@
-"""Memory of a process: how much it holds, and freed memory that is kept for the next forward pass.
+"""Memory of the process: how much it holds, and whether freed memory is kept for the next forward pass.
 
 glibc gives large blocks back to the system as soon as they are freed, and the system clears every page when it hands them
-out again. A network frees and takes such blocks in every layer: on two cores a pass of DenseNet-100 on 64 images spends
-about half of its time on that, one of ResNet-56 on 128 images a seventh. This asks glibc to keep them.
+out again. A network frees and allocates such blocks in every layer: on two cores a pass of DenseNet-100 on 64 images spends
+about half of its time on that, one of ResNet-56 on 128 images a seventh. `keep_freed` makes glibc keep them.
 
-It is a setting of the whole process, so only commands make it; a library has no business with it.
+It is a setting of the whole process, so only commands make it, never the library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNA
 def keep_freed() -> bool:
     """Keep freed memory for later use, in this process, from now on; return whether that was possible.
 
-    Who has set up an allocator of their own, by `MALLOC_TRIM_THRESHOLD_`, `LD_PRELOAD` and the like, keeps it.
+    An allocator that the user has set up, with `MALLOC_TRIM_THRESHOLD_`, `LD_PRELOAD` and the like, is left alone.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _OWN_SETTINGS):
         return False
@@ -33,14 +33,14 @@ def keep_freed() -> bool:
 
 
 def resident(process: int | str = "self") -> int | None:
-    """Return the bytes of memory that a process holds; None where the system does not say (Linux does)."""
+    """Return the bytes of memory that a process holds; None if the system does not report it (Linux does)."""
     return _status("VmRSS", process)
 
 
 def peak(process: int | str = "self") -> int | None:
-    """Return the most bytes of memory that a process held since it began, or since `reset_peak`.
+    """Return the largest memory of a process in bytes since it began, or since `reset_peak`.
 
-    (`getrusage` is no help: what it says begins with the peak of the process that started this one.)
+    (`getrusage` includes the peak of the parent process.)
     """
     return _status("VmHWM", process)
 
@@ -53,7 +53,7 @@ def release_freed() -> bool:
 
 
 def reset_peak() -> bool:
-    """Let the peak of this process begin anew; return whether that was possible."""
+    """Reset the peak of this process; return whether that was possible."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         return True

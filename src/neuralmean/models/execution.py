@@ -1,4 +1,4 @@
-"""How a model is run: in evaluation mode, where its weights are, compiled or not, and what its errors mean."""
+"""How a model is run: in evaluation mode, on the device of its weights, compiled or not, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ _eval_users: dict[int, int] = {}
 
 
 class Modules(list[nn.Module]):
-    """Every module of a model, and whether that is still so. What is asked with every pass is a single line of Python."""
+    """Every module of a model, and whether the list is still complete. The check before every pass is one line of Python."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__(core.modules())
         self.core = core
         stores: list[Mapping[str, nn.Module | None]] = [module._modules for module in self]
-        self._leaves = [children for children in stores if not children]  # quicker to look at
+        self._leaves = [children for children in stores if not children]  # faster to iterate
         self._children = [children for children in stores if children]
         self._known = [dict(children) for children in self._children]
         self._tensors: list[dict[str, Any]] = [own for m in self for own in (m._parameters, m._buffers) if own]
         attributes = [vars(module) for module in self]
-        self._flags = [own for own in attributes if "training" in own]  # a scripted module has it elsewhere
+        self._flags = [own for own in attributes if "training" in own]  # a scripted module keeps them elsewhere
         self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
 
     def are_all(self) -> bool:
-        """Whether no module was added, replaced or removed."""
+        """Return whether no module was added, replaced or removed."""
         return not any(self._leaves) and self._children == self._known
 
     def tensors(self) -> list[Tensor | None]:
-        """Every parameter and buffer, as it is now."""
+        """Return every current parameter and buffer."""
         return list(chain.from_iterable(map(_values_of, self._tensors)))
 
     def are_training(self) -> bool:
-        """Whether any is in training mode."""
+        """Return whether any module is in training mode."""
         return any(map(_training, self._flags)) or any(module.training for module in self._others)
 
 
 class eval_mode:  # noqa: N801 - reads as what it does; a generator would take twice as long
-    """Keep a model in evaluation mode inside the block; the last of several threads to leave puts the flags back."""
+    """Keep a model in evaluation mode inside the block; the last of several threads to leave restores the flags."""
 
     __slots__ = ("_held", "_modules")
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._held: list[nn.Module] = []  # whose flags are to be put back
+        self._held: list[nn.Module] = []  # whose flags are to be restored
 
     def __enter__(self) -> None:
         modules = self._modules
@@ -83,7 +83,7 @@ class eval_mode:  # noqa: N801 - reads as what it does; a generator would take t
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose modules, and so hooks and flags, are its own and whose tensors are the model's.
+    """Return a copy of a model with its own modules, hooks and flags that shares the model's tensors.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -92,7 +92,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
         (False, True)
 
     Raises:
-        InputError: A model that keeps what it computed, which torch does not copy, or what nobody can copy.
+        InputError: The model holds a computed tensor, which torch does not copy, or an object that cannot be copied.
     """
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
@@ -145,13 +145,13 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether a module's own `compile` was called. A recorder's stand-in, a method, is in the same place for a while."""
+    """Whether a module's own `compile` was called. A method in the same place does not count."""
     call = module._compiled_call_impl
     return call is not None and not isinstance(call, MethodType)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return a model that runs layer by layer: one that shares its tensors if it, or a part, was compiled, else itself."""
+    """Return a model that runs layer by layer: a copy with the same tensors if any part was compiled."""
     core = unwrap(model)
     return shared_copy(core) if is_compiled(model) or any(map(_is_compiled_in_place, core.modules())) else model
 
@@ -174,7 +174,7 @@ _SIGNS["ValueError"] = _SIGNS["TorchRuntimeError"] = _SIGNS["RuntimeError"]
 
 
 class translate_input_errors:  # noqa: N801 - as `eval_mode`
-    """Say in our words what a model that runs inside the block has against its input; other errors stay what they are.
+    """Translate errors of a model about its input inside the block; other errors pass unchanged.
 
     Args:
         core: The model.
@@ -197,7 +197,7 @@ class translate_input_errors:  # noqa: N801 - as `eval_mode`
         if kind is None or not (kind.__name__ in _SIGNS or issubclass(kind, InputError)):
             return
         said, hint = str(error), self._hint()
-        if kind.__name__ == "TorchRuntimeError":  # the compiler tells of the whole graph first
+        if kind.__name__ == "TorchRuntimeError":  # the compiler describes the whole graph first
             said = said.partition(": got ")[2] or said
         is_about_input = any(sign in said for sign in _SIGNS.get(kind.__name__, ()))
         if not (is_about_input or (hint and issubclass(kind, InputError))):
@@ -209,7 +209,7 @@ class translate_input_errors:  # noqa: N801 - as `eval_mode`
         ) from error
 
     def _hint(self) -> str:
-        """Return what may be wrong with the shape, as a sentence; nothing where that is not known."""
+        """Return a sentence on what may be wrong with the shape; empty if that is unknown."""
         if self._batch.images is not None:
             return " If the model takes images of one size, pass `torch.stack(images)`."
         for module in self._core.modules():

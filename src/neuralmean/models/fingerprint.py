@@ -1,4 +1,4 @@
-"""Tells whether a model is still the one that it was: its weights, its settings and its code."""
+"""Detects changes to a model's weights, settings and code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from neuralmean.files.artefact import add_tensor
 from neuralmean.models.layers import unwrap
 
 _version = operator.attrgetter("_version")
-_values_of = operator.methodcaller("values")  # a scripted module has something else than dicts
+_values_of = operator.methodcaller("values")  # a scripted module has no plain dicts
 _bytes_of = operator.methodcaller("tobytes")
 
-# Attributes of modules that change what the module computes. The list is fixed so that a saved file can be compared
-# under another version of torch.
+# Attributes of modules that change what the module computes. The list is fixed so that saved files can be compared
+# across versions of torch.
 _SETTINGS = (
     "align_corners",
     "approximate",
@@ -58,7 +58,7 @@ def fingerprint(model: nn.Module) -> str:
     """Return a digest of every parameter and buffer of `model`: names, types, shapes and values.
 
     Raises:
-        InputError: A model whose weights cannot be read: on the meta device, sparse or quantised.
+        InputError: The model's weights cannot be read: they are on the meta device, sparse or quantised.
     """
     digest = hashlib.sha256()
     for name, value in sorted(unwrap(model).state_dict().items()):
@@ -71,7 +71,7 @@ def fingerprint(model: nn.Module) -> str:
 def settings_digest(model: nn.Module) -> str:
     """Return a digest of the settings of the torch layers in `model`: kinds, strides, padding, epsilons and so on.
 
-    The classes of other packages do not count, so that code may be moved or renamed; their settings do.
+    Classes of other packages are left out, so that code may be moved or renamed; their settings count.
     """
     described = [
         f"{name}:{_kind(module)}:{_settings(module)!r}" for name, module in unwrap(model).named_modules() if name
@@ -80,15 +80,15 @@ def settings_digest(model: nn.Module) -> str:
 
 
 class WeightsGuard:
-    """Notices when a model is no longer the one that it was.
+    """Detects when a model has changed.
 
     A check takes microseconds as long as nothing has changed. It notices tensors that were replaced, moved or written to,
     modules that were added, removed or replaced, a changed setting (`eps`, `stride` and the like), and a `forward` or a class
-    that was replaced. On the CPU it also compares a few numbers of each tensor, which shows what torch does not count as
-    a write: fused optimizers, numpy, `.data`.
+    that was replaced. On the CPU it also compares a few numbers of each tensor, which reveals writes that torch does
+    not count: fused optimizers, numpy, `.data`.
 
-    It cannot notice: such uncounted writes on another device, or to fewer numbers than the probes hit; a forward hook of
-    somebody else; a function that a module calls and that was replaced; settings with names of the user's own.
+    It cannot detect: such writes on another device, or to numbers that are not probed; forward hooks; a
+    replaced function that a module calls; settings under names of the user's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -98,11 +98,11 @@ class WeightsGuard:
         self._remember()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For copies and other processes. A copy compares the weights once before it relies on them.
+        # For copies and other processes: a copy compares the weights once before it relies on them.
         return WeightsGuard, (self._core,), {"digest": self.digest, "settings": self.settings, "_mark": None}
 
     def check(self) -> None:
-        """Raise `ModelMismatchError` if the model is not the one that it was."""
+        """Raise `ModelMismatchError` if the model has changed."""
         found = self._values()
         if (
             not any(self._empty)
@@ -132,9 +132,9 @@ class WeightsGuard:
         modules = list(self._core.modules())
         stores: list[dict[str, Any]] = [store for m in modules for store in (m._parameters, m._buffers, m._modules)]
         self._stores = [store for store in stores if store]
-        self._empty = [store for store in stores if not store]  # half of them, and quicker to look at
+        self._empty = [store for store in stores if not store]  # half of them, and faster to iterate
         self._held = self._values()
-        # A batch norm in training mode writes its running mean without telling torch: only its counter of batches shows it.
+        # A batch norm in training mode writes its running mean without telling torch: only its batch counter shows it.
         self._are_watched = [isinstance(value, Tensor) for value in self._held]
         # A tensor of inference mode has no version.
         pairs = zip(self._held, self._are_watched, strict=True)
@@ -152,18 +152,18 @@ class WeightsGuard:
         self._settings = [get(own) for get, own in self._getters]
         self._codes = _code(self._core)
 
-    # What follows runs with every forward pass, and so without a line of Python for each tensor.
+    # The following runs before every forward pass, hence without a line of Python for each tensor.
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(_values_of, self._stores)))
 
     def _are_held(self, found: list[Any]) -> bool:
         try:
-            return found == self._held  # the same object is equal without being asked
-        except Exception:  # another tensor, which answers with a tensor  # noqa: BLE001
+            return found == self._held  # identity first: equality is slow
+        except Exception:  # comparing tensors returns a tensor  # noqa: BLE001
             return False
 
     def _mark_of(self, values: list[Any]) -> int:
-        """Return a number for where the tensors are and how often each was written to."""
+        """Return a hash of the tensors' addresses and version counters."""
         places = map(Tensor.data_ptr, compress(values, self._are_watched))
         return hash((*places, *map(_version, compress(values, self._are_counted))))
 
@@ -189,7 +189,7 @@ def _probe(value: Tensor) -> np.ndarray[Any, Any]:
         return np.empty(0, np.uint8)
     held = torch.empty(0, dtype=torch.uint8).set_(value.detach().untyped_storage()).numpy()
     start = value.storage_offset() * value.element_size()
-    rows = held[start : start + size]  # of a tensor with gaps, what its memory begins with
+    rows = held[start : start + size]  # for a tensor with gaps, the beginning of its memory
     rows = rows[: len(rows) // value.element_size() * value.element_size()].reshape(-1, value.element_size())
     return rows[:: max(1, -(-len(rows) // _N_PROBES))]
 

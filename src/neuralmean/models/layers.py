@@ -1,7 +1,7 @@
 """Which layers of a model are watched, and how each one is read.
 
 Owns the automatic choice, the matching of names and globs, and the knowledge of where a layer keeps its channels. It
-looks at modules and never runs them.
+inspects modules and never runs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuralmean.errors import InputError, LayerNotFoundError
 
 Kind = Literal["batchnorm", "convolution", "layernorm", "norm", "linear"]
 
-WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)  # that hold a model as `module`
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)  # wrappers that hold the model as `module`
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYER_NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm)
 
@@ -66,12 +66,12 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
 
     Raises:
         LayerNotFoundError: A name that the model does not have, or a glob that matches nothing.
-        InputError: A model without any layer that can be watched, or a name of a layer that cannot be.
+        InputError: The model has no layer that can be watched, or a named layer cannot be.
     """
     core = unwrap(model)
     if isinstance(core, torch.jit.ScriptModule):
         raise InputError(
-            "Expected a model that runs layer by layer, but got one that was scripted or traced. Pass the model as it was before."
+            "Expected a model that runs layer by layer, but got one that was scripted or traced. Pass the original model."
         )
     readable = [layer for name, module in core.named_modules() if (layer := _describe(name, module)) is not None]
     if patterns is None:
@@ -79,7 +79,7 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
     names = [patterns] if isinstance(patterns, str) else list(patterns)
     if not names:
         raise InputError(
-            "Expected `layers` to name at least one layer, but got none. Leave it out to have them chosen."
+            "Expected `layers` to name at least one layer, but got none. Leave it out for the automatic choice."
         )
     wanted: set[str] = set()
     for pattern in names:
@@ -93,7 +93,7 @@ def column_names(layers: Sequence[Layer]) -> list[str]:
 
 
 def layer_slices(layers: Sequence[Layer]) -> dict[str, slice]:
-    """Return where each layer's columns are in a vector over `layers`."""
+    """Return the slice of each layer's columns in a vector over `layers`."""
     slices, start = {}, 0
     for layer in layers:
         slices[layer.name] = slice(start, start + layer.channels)
@@ -123,7 +123,7 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
         return Layer(name, "convolution", module.out_channels)
     if isinstance(module, _LAYER_NORMS):
         shape = tuple(module.normalized_shape)  # type: ignore[arg-type]
-        # timm's LayerNorm2d and norms over (C, H, W) have their channels where a convolution has them.
+        # In timm's LayerNorm2d and norms over (C, H, W) the channels are the second dimension, as in a convolution.
         is_image = len(shape) > 1 or type(module).__name__.endswith("2d")
         return Layer(name, "norm" if is_image else "layernorm", shape[0] if is_image else shape[-1])
     if isinstance(module, nn.GroupNorm):
@@ -143,7 +143,7 @@ def _choose(readable: Sequence[Layer], model_name: str) -> tuple[Layer, ...]:
     if "batchnorm" in by_kind:
         chosen = by_kind["batchnorm"]
     elif convolutions or norms:
-        # A vision transformer's patch embedding is a convolution too, hence the count.
+        # A vision transformer's patch embedding is a convolution, hence the count.
         chosen = norms if len(norms) > len(convolutions) else convolutions
     else:
         chosen = by_kind.get("linear", [])

@@ -1,4 +1,4 @@
-"""Kinds of models that packages register: what `KIND:NAME` means beside timm, torchvision and plain Python.
+"""Kinds of models that packages register: what `KIND:NAME` means apart from timm, torchvision and plain Python.
 
 A package registers a `ModelSource` under the entry point group `neuralmean.models`; the benchmark's own models are one.
 Only installed packages can register, so a saved file may name such a model.
@@ -21,9 +21,9 @@ class ModelSource:
     """Builds models by name.
 
     Attributes:
-        builder: Returns what builds the model of a name, given a number of classes or None; raises `InputError` for a
-            name that it does not know.
-        size: Height and width of the images of all of its models, where they have one size.
+        builder: Returns a function that builds the named model, given a number of classes or None; raises `InputError` for an
+            unknown name.
+        size: Height and width of the images of all of its models, if they have a common size.
     """
 
     builder: Callable[[str], Builder]

@@ -1,12 +1,12 @@
-"""From what a person types, or a saved detector remembers, to a model with its weights and preprocessing.
+"""Turns a model spec, typed by a user or read from a saved file, into a model with weights and preprocessing.
 
 A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME` or `bench:NAME`. Nothing
-is ever downloaded and nothing unpickled: weights come from a safetensors file or a torch file with tensors only.
+is downloaded or unpickled: weights come from a safetensors file or a torch file with tensors only.
 
-A spec that a saved file brings along is not the user's own word. With `trusted=False` it may name a model of timm,
+A spec from a saved file is not trusted. With `trusted=False` it may name a model of timm,
 torchvision or the benchmark, or a class derived from `nn.Module` in an installed package, and nothing else: neither the
 standard library, nor this library, nor a function. Modules of the working folder are not even imported, unless the
-user says so (`local_code=True`).
+user allows it (`local_code=True`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = ["ResolvedModel", "is_untrained", "resolve"]
 PREFIXES = ("timm", "torchvision", "bench")
 FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME` or `bench:NAME`"
 _TRUSTED, _LOCAL, _INSTALLED = "trusted", "local", "installed"
-DEMO = "neuralmean.cli.demo:DigitNet"  # of all that is in this library, what a saved file may name
+DEMO = "neuralmean.cli.demo:DigitNet"  # the part of this library that a saved file may name
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that is ready to be watched.
+    """A model with weights and preprocessing.
 
     Attributes:
         model: The model, in eval mode, on the CPU.
-        spec: What it was built from.
-        preprocessing: What its images need; None where nobody says.
-        weights_path: Where its weights come from; None leaves them as the callable, or chance, made them.
+        spec: The spec that it was built from.
+        preprocessing: The preprocessing of its images; None if unknown.
+        weights_path: File of its weights; None if they are those of the callable, or random.
     """
 
     model: nn.Module
@@ -69,12 +69,12 @@ def resolve(
     size: tuple[int, int] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ResolvedModel:
-    """Build the model that `spec` names, load its weights, and find out what its images need.
+    """Build the model that `spec` names, load its weights, and determine its preprocessing.
 
-    Preprocessing is what the arguments say, else what the metadata of a safetensors file say (`mean`, `std`, `size`), else
-    the `preprocessing` attribute of the callable, or what timm or torchvision evaluate the model with. Where the weights
-    have another number of classes than a model of timm, torchvision or the benchmark has by itself, the model is built
-    with theirs. A model without weights has random ones, always the same.
+    Preprocessing comes from the arguments, else from the metadata of a safetensors file (`mean`, `std`, `size`), else from
+    the `preprocessing` attribute of the callable, or from timm's or torchvision's evaluation settings. If the weights
+    have another number of classes than the default of timm, torchvision or the benchmark, the model is built with that
+    number. A model without weights gets random ones, with a fixed seed.
 
     Args:
         spec: The model; see this module's description.
@@ -84,7 +84,7 @@ def resolve(
         mean: Mean of each channel, on a scale of 0 to 1.
         std: Standard deviation of each channel.
         size: Height and width of the model's input.
-        settings: Other fields of `Preprocessing` that are to be set: `crop`, `crop_fraction`, `interpolation`.
+        settings: Other fields of `Preprocessing` to set: `crop`, `crop_fraction`, `interpolation`.
 
     Example:
         >>> resolve("torch.nn:Identity").model
@@ -116,12 +116,12 @@ def resolve(
                 "Expected mean, std and size of the model's images along with how they are cropped. Give them."
             )
         preprocessing = replace(preprocessing, **settings)
-    model.eval()  # which need not return the model
+    model.eval()  # `eval` need not return the model
     return ResolvedModel(model, spec, preprocessing, path)
 
 
 def is_untrained(resolved: ResolvedModel) -> bool:
-    """Whether the model certainly has random weights: nobody gave any, or its batch norms have seen no batch."""
+    """Return whether the model certainly has random weights: none were given, or its batch norms have seen no batch."""
     if resolved.weights_path is not None:
         return False
     kind, _ = _split(resolved.spec)
@@ -185,9 +185,9 @@ def _torchvision_builder(name: str) -> Builder:
         raise InputError(f"Expected the name of a torchvision model, but got {name!r}.{_did_you_mean(name, known)}")
     options: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        options["weights_backbone"] = None  # else the backbone of a detector is downloaded
+        options["weights_backbone"] = None  # otherwise the backbone of a detector is downloaded
     if name in ("inception_v3", "googlenet"):
-        options["init_weights"] = False  # else a warning and half a minute of random numbers
+        options["init_weights"] = False  # otherwise a warning, and half a minute of random numbers
 
     def build(classes: int | None) -> nn.Module:
         model: nn.Module = models.get_model(name, **options, **({} if classes is None else {"num_classes": classes}))
@@ -231,7 +231,7 @@ def _find_callable(module_name: str, name: str, spec: str, rules: str) -> Any:
 
 
 def _import(name: str, spec: str, *, local: bool) -> ModuleType:
-    # Like `python -m`: what lies in the working folder can be named.
+    # As with `python -m`, modules of the working folder can be named.
     folder = str(Path.cwd())
     if local and folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
@@ -255,7 +255,7 @@ def _import(name: str, spec: str, *, local: bool) -> ModuleType:
 
 
 def _refuse_foreign_module(module: str, name: str, spec: str) -> None:
-    """Refuse, before anything is imported, what a file has no business to name."""
+    """Refuse, before anything is imported, a module that a file may not name."""
     parts = module.split(".")
     if spec == DEMO:
         return
@@ -328,7 +328,7 @@ def _own_preprocessing(kind: str, name: str, model: nn.Module, build: Builder) -
             return Preprocessing.for_torchvision(name)
         return Preprocessing.for_timm(model) if getattr(model, "pretrained_cfg", None) else None
     except (InputError, KeyError, TypeError):
-        return None  # a detector, a model without published weights: nobody says
+        return None  # a detection model, or one without published weights: unknown
 
 
 def _preprocessing(

@@ -1,7 +1,7 @@
-"""Weights of a model from a file: safetensors, or a torch file with tensors only, and never a pickle that runs code.
+"""Weights of a model from a file: safetensors, or a torch file with tensors only, never a pickle that runs code.
 
-Reading and fitting into a model are kept apart from building the model (`modelspec`). Weights fit a model whole or not
-at all: a file that lacks a tensor or brings one too many is an error that names a few.
+Building the model is the job of `spec`. Weights must match the model exactly:
+a missing or additional tensor is an error that names a few.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Builder", "Weights", "load_weights", "read_weights"]
 
 Builder = Callable[[int | None], nn.Module]  # number of classes, None for the model's own -> untrained model
 
-_WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
+_WRAPPERS = ("module.", "_orig_mod.")  # the prefixes that DataParallel and torch.compile add to every name
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 
@@ -33,7 +33,7 @@ class Weights:
 
 
 def read_weights(path: str | Path) -> Weights:
-    """The tensors of a safetensors or torch file, whichever its content shows it to be, without running any code."""
+    """Return the tensors of a safetensors or torch file, recognised by its content, without running any code."""
     path = Path(path)
     if not path.is_file():
         raise ArtefactError(f"Expected {str(path)!r} to be a file with weights, but there is no such file.")
@@ -62,17 +62,17 @@ def _read_safetensors(path: Path) -> Weights:
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
-        # A handle and not the path: torch would go by the name's ending.
+        # A handle rather than the path: torch would decide by the extension.
         with path.open("rb") as handle:
             held = torch.load(handle, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own words would advise to run the code that is in the file
+    except pickle.UnpicklingError as error:  # torch's own message would suggest running the code in the file
         raise ArtefactError(
             f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but it is neither: it "
             "holds more, or something else. Save `model.state_dict()`, best as safetensors."
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # bytes that are no such file may raise anything
+    except Exception as error:  # other bytes may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
         raise ArtefactError(
             f"Expected {str(path)!r} to be a file with weights, but it cannot be read: {reason}."
@@ -94,8 +94,8 @@ def load_weights(
 
     Args:
         model: The model; its own weights are replaced.
-        tensors: Weights by name; what DataParallel, torch.compile or Lightning put before every name is taken off.
-        rebuild: Makes the model anew for another number of classes; None takes the model as it is.
+        tensors: Weights by name; prefixes of DataParallel, torch.compile and Lightning are removed.
+        rebuild: Builds the model for another number of classes; None uses the given model.
         expected: How the error begins when they do not fit.
     """
     tensors = _unwrap(tensors, model)

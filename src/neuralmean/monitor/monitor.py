@@ -104,6 +104,7 @@ class Monitor:
         self._lock = threading.RLock()
         self.n_remembered = max(window, HISTORY)
         self._counters, self._recent, self._spacing = Counters(), RecentItems(self.n_remembered), Spacing(every)
+        self._width = len(detector.channels)
         self._blocks = BlockTest(detector.layers, detector.column_layers, window)
         self._n_resets = self._n_accepted = self._n_followed = 0
         self._accepted: Floats | None = None  # scores that were accepted as the new normal
@@ -121,7 +122,7 @@ class Monitor:
         seed = self.seed + 2 * self._n_resets
         self._items = ItemTests(held_out if self._accepted is None else self._accepted, seed)
         self._blocks.begin(None if is_new else self.detector.profile, seed + 1)
-        self._repeats = RepeatTest(held_out, len(self.detector.channels))
+        self._repeats = RepeatTest(held_out, self._width)
         self._alarm: Alarm | None = None
         self._following: int | None = None  # the item since which a mild drift is to be followed
         self._spacing.begin(self._counters.n_seen)
@@ -359,9 +360,8 @@ class Monitor:
     def _check_vectors(self, vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
             return None
-        width = len(self.detector.channels)
-        if vectors.dim() != 2 or vectors.shape[1] != width:
-            raise InputError(f"Expected vectors of shape (N, {width}), but got {tuple(vectors.shape)}.")
+        if vectors.dim() != 2 or vectors.shape[1] != self._width:
+            raise InputError(f"Expected vectors of shape (N, {self._width}), but got {tuple(vectors.shape)}.")
         if not torch.isfinite(vectors).all():
             raise InputError("Expected finite vectors, but got NaN or Inf. Leave these inputs out.")
         return vectors

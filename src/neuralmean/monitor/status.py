@@ -9,7 +9,7 @@ Test = Literal["items", "blocks", "repeats"]
 Kind = Literal["most inputs", "some inputs", "too typical", "means", "repeats"]
 
 KIND_SENTENCES: dict[str, str] = {
-    "most inputs": "Most inputs look unusual.",
+    "most inputs": "The inputs as a whole look more unusual than before.",
     "some inputs": "Some inputs look unusual; the others are as before.",
     "too typical": "Inputs look more typical than they should, as if they were all much the same.",
     "means": "Single inputs look as before, but their mean has moved.",

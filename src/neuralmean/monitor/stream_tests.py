@@ -56,6 +56,9 @@ class ItemTests:
         found = [self.evidence[0].update(self.gains(notes))]
         for level, own, evidence in zip(LEVELS[1:], self._bins[1:], self.evidence[1:], strict=True):
             rows = slice(-n_before % level, None, level)
+            if rows.start >= len(scores):
+                found.append(np.empty(0))
+                continue
             bins, log_null = own.add(scores[rows], ties[rows])
             found.append(evidence.update(self._log_expected[bins] - log_null[:, None]))
         return found, notes

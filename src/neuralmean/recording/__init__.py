@@ -1,7 +1,7 @@
 """Recording: channel means and variances of one forward pass.
 
-There are two ways to read a pass. `Recorder` runs the model as it is, with hooks: `plan` holds what passes share, `sink`
-what one pass shows, `exits` ends a pass early. `RecordingModule` is the model and its reductions as one module of tensors,
+There are two ways to read a pass. `Recorder` runs the model itself, with hooks: `plan` holds what passes share, `sink`
+collects one pass, `exits` ends a pass early. `RecordingModule` is the model and its reductions as one module of tensors,
 from which `torch.compile`, `torch.export` and everything in `recording.graph` start.
 """
 

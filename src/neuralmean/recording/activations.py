@@ -1,4 +1,4 @@
-"""A pass that keeps something of each activation, for those inputs whose score is to be traced back to places.
+"""A pass that keeps a part of each activation, to trace scores back to places of the input.
 
 Every other pass releases each activation as soon as its channels are averaged.
 """
@@ -22,18 +22,18 @@ class Activations(NamedTuple):
     """What one pass recorded, and what was kept of the activations."""
 
     recording: Recording
-    kept: list[list[Tensor]]  # of each watched layer, in order, one for each time that it ran
+    kept: list[list[Tensor]]  # by watched layer, in order, one for each call
     mask: Tensor | None  # (N, T): the tokens that count
 
 
 class ActivationSink(Sink):
-    """Collects the reduced activations of one pass, and something of the activations themselves.
+    """Collects the reduced activations of one pass, and a part of the activations themselves.
 
     Args:
-        plan: What the passes have in common.
+        plan: State shared by the passes.
         batch: The inputs.
         variance: Whether to record variances too.
-        head: Name of the layer that gives the logits, where those are wanted.
+        head: Name of the layer that gives the logits, if needed.
         keep: Returns what to keep, given the index of a layer and an activation, which a later layer may overwrite.
     """
 

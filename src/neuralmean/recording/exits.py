@@ -1,4 +1,4 @@
-"""Early exits of a forward pass that is recorded: when each is asked, and how the pass ends."""
+"""Early exits of a recorded forward pass: when each is evaluated, and how the pass ends."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from torch import Tensor
 from neuralmean.recording.result import Exits
 
 
-class Stop(BaseException):  # no `except Exception` of a model may swallow it
-    """Ends a forward pass from inside a hook: the innermost one that is recorded, as no other listens."""
+class Stop(BaseException):  # not an Exception: a model's `except Exception` must not catch it
+    """Ends the innermost recorded forward pass from inside a hook."""
 
 
 class ExitTracker:
-    """Asks the exits of one pass, each as soon as all of its layers have been seen.
+    """Evaluates the exits of one pass, each as soon as all of its layers have run.
 
     Args:
-        exits: Whom to ask; None never.
+        exits: The exits.
     """
 
     def __init__(self, exits: Exits | None) -> None:
         self._exits = exits
         self.depths = () if exits is None else tuple(exits.depths)
-        self.end = self.depths[-1] if self.depths else 0  # no exit looks at later layers
+        self.end = self.depths[-1] if self.depths else 0  # no exit reads later layers
         self.stopped_at: int | None = None
         self._next, self._waiting = 0, [end - start for start, end in pairwise((0, *self.depths))]
 
     @property
     def looked_at(self) -> int:
-        """How many of the first layers an exit was shown by now."""
+        """Number of first layers that an exit has read so far."""
         return self.depths[self._next - 1] if self._next else 0
 
     def look(self, index: int, means: Callable[[int], Tensor]) -> None:
-        """Take notice that layer `index` was seen; `means` gives those of so many of the first layers.
+        """Record that layer `index` has run; `means` returns the means of a number of first layers.
 
         Raises:
-            Stop: An exit wants the pass to end.
+            Stop: An exit ends the pass.
         """
         depths, exits = self.depths, self._exits
         self._waiting[bisect_right(depths, index)] -= 1

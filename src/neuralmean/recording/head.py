@@ -1,4 +1,4 @@
-"""Which layer gives the logits: the linear layer whose output is the model's own."""
+"""Finds the layer that gives the logits: the linear layer whose output is the model's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neuralmean.stats.channels import main_tensor
 
 
 def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
-    """Return the name of the linear layer whose output is the model's output, or None where there is no such layer.
+    """Return the name of the linear layer whose output is the model's output, or None if there is none.
 
     Raises:
         ModelInputError: The model cannot take the batch, which the caller calls `name`.
@@ -36,13 +36,13 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     hooks = [
         Hook(module, keep(layer), False) for layer, module in core.named_modules() if isinstance(module, nn.Linear)
     ]
-    # A model may write to its input, which is needed again.
+    # A model may modify its input, which is needed again.
     moved = batch.to(device_of(core.modules())).each(Tensor.clone)
     with translate_input_errors(core, batch, name), eval_mode(Modules(core)), torch.no_grad(), Hooks(hooks):
         result = main_tensor(core(*moved.args, **moved.kwargs))
     if result is None:
         return None
-    # A squeeze or a view of the layer's output is still the layer's output: same memory, as many numbers, a row for each input.
+    # A squeeze or a view of the layer's output still counts: same memory, same number of elements, a row for each input.
     same = [
         layer
         for layer, output in outputs.items()

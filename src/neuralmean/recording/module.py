@@ -1,4 +1,4 @@
-"""The model and its channel reductions as one `nn.Module`: what compilers and exporters start from."""
+"""The model and its channel reductions as one `nn.Module`: the starting point of compilers and exporters."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _numbers = count()
 
 
 class RecordingModule(nn.Module):
-    """A copy of a model that shares its tensors and returns what was recorded beside the output.
+    """A copy of a model that shares its tensors and returns the recorded statistics along with the output.
 
-    The hooks are on the copy and stay there. It is for one thread at a time.
+    The hooks stay on the copy. Not thread-safe.
 
     Args:
         core: The model.
         layers: The layers to watch.
         variance: Whether to record variances too.
-        head: Name of the layer that gives the logits, where those are wanted.
+        head: Name of the layer that gives the logits, if needed.
     """
 
     def __init__(self, core: nn.Module, layers: Sequence[Layer], *, variance: bool, head: str | None) -> None:
         super().__init__()
         self.model = shared_copy(core)
-        self.model.eval()  # which need not return the model
+        self.model.eval()  # `eval` need not return the model
         plan = Plan(self.model, layers)
         plan.modules()
         self._sink = Sink(plan, None, variance=variance, head=head)

@@ -1,4 +1,4 @@
-"""From data to rows of channel statistics: runs the recorder over batches and keeps what scorers will need."""
+"""Turns data into channel statistics: runs the recorder over batches and keeps what scorers need."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class _Find(Enum):
     HEAD = "find"
 
 
-FIND_HEAD = _Find.HEAD  # in place of a name: the head is found in the first pass
+FIND_HEAD = _Find.HEAD  # instead of a name: the head is found in the first pass
 HeadChoice = str | Literal[_Find.HEAD] | None
 
 
 @dataclass(frozen=True)
 class ChannelStats:
-    """Channel statistics of N inputs, and the model's logits and feature where a scorer needs them."""
+    """Channel statistics of N inputs, and the model's logits and feature if a scorer needs them."""
 
     means: Tensor  # (N, D)
     variances: Tensor | None = None  # (N, D)
@@ -63,7 +63,7 @@ class ChannelStats:
 
 
 class PermuteBlocks:
-    """Makes out-of-distribution images of a batch: its own, with their blocks permuted."""
+    """Crafts out-of-distribution images from a batch by permuting blocks."""
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -79,29 +79,36 @@ class PermuteBlocks:
 
 
 class RotateSome:
-    """Makes images that the model has not memorised: every `every`-th of all that it sees, slightly turned."""
+    """Makes images that the model has not memorised: every `every`-th of all that it sees, slightly rotated.
+
+    Attributes:
+        origin: Which of the images seen so far each rotated one was made of.
+    """
 
     def __init__(self, every: int) -> None:
         self._every, self._seen, self._generator = every, 0, torch.Generator().manual_seed(0)
+        self.origin: list[int] = []
 
     def __call__(self, batch: Batch, name: str) -> Batch | None:
-        """Return some images of `batch`, turned; None if it is none of theirs, or these are no images."""
-        start, self._seen = -self._seen % self._every, self._seen + len(batch)
+        """Return some images of `batch`, rotated; None if none of its images is selected, or its inputs are no images."""
+        first, start = self._seen, -self._seen % self._every
+        self._seen += len(batch)
         if batch.kwargs or batch.first.dim() != 4 or start >= len(batch):
             return None
+        self.origin.extend(range(first + start, first + len(batch), self._every))
         images = rotate(batch.first[start :: self._every], generator=self._generator)
         return Batch((images, *batch.args[1:]))
 
 
 class Observer:
-    """Runs a model over data and brings back `ChannelStats`.
+    """Runs a model over data and returns `ChannelStats`.
 
     Args:
         model: The model.
         layers: The watched layers.
         variance: Whether to record variances.
-        head: Name of the layer that gives the logits; `FIND_HEAD` finds it in the first pass; None where logits and
-            feature are not wanted.
+        head: Name of the layer that gives the logits; `FIND_HEAD` finds it in the first pass; None if logits and
+            feature are not needed.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], *, variance: bool, head: HeadChoice) -> None:
@@ -110,11 +117,11 @@ class Observer:
         self._head_is_open = head is FIND_HEAD
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For copies and other processes: what a recorder knows of the modules is looked up again.
+        # For copies and other processes: the recorder looks its modules up again.
         return self._maker(), (self.recorder.model,)
 
     def on(self, model: nn.Module) -> Observer:
-        """Return an observer of the same layers in another form of the model."""
+        """Return an observer of the same layers in another copy of the model."""
         return self._maker()(model)
 
     def _maker(self) -> partial[Observer]:
@@ -123,16 +130,16 @@ class Observer:
 
     @property
     def head(self) -> str | None:
-        """The layer that gives the logits, where one is in use."""
+        """Name of the layer that gives the logits; None if there is none."""
         return self.recorder.head
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, ChannelStats]:
-        """Return the model's own output for a batch and the rows of it, after one forward pass.
+        """Return the model's output for a batch and its channel statistics, after one forward pass.
 
-        Where `exits` stopped the pass, the output is None and the rows hold the first layers only.
+        If `exits` stopped the pass, the output is None and the statistics are those of the first layers.
 
         Raises:
-            InputError: An input that gives NaN or infinite activations.
+            InputError: An input gives NaN or infinite activations.
         """
         if self._head_is_open:
             check_input(batch, name, tokens=self.recorder.takes_tokens)
@@ -146,22 +153,24 @@ class Observer:
         return recording.output, ChannelStats(means, variances, logits, feature)
 
     def observe_all(self, data: Any, *, name: str, batch_size: int) -> ChannelStats:
-        """Return the rows of all of `data`."""
+        """Return the statistics of all of `data`."""
         return ChannelStats.cat([rows for rows, _ in self.observe_each(data, name=name, batch_size=batch_size)])
 
     def observe_each(
         self, data: Any, *, name: str, batch_size: int, augment: PermuteBlocks | RotateSome | None = None
     ) -> Iterator[tuple[ChannelStats, ChannelStats | None]]:
-        """Yield the rows of each batch of `data`, and of the images that `augment` makes of it, where it makes any."""
+        """Yield the statistics of each batch of `data`, and of the images that `augment` makes of it, if any."""
         for batch in self._batches(data, name, batch_size):
             with torch.no_grad():
-                made = None if augment is None else augment(batch, name)  # first: a model may write to its input
+                made = (
+                    None if augment is None else augment(batch, name)
+                )  # before the pass: a model may modify its input
                 rows = self.observe(batch, name=name)[1]
                 more = None if made is None else self.observe(made, name=name)[1]
             yield rows, more
 
     def count(self, data: Any, batch_size: int) -> int | None:
-        """Return how many times `observe_each` will yield, where that can be known."""
+        """Return how many times `observe_each` will yield, or None if that is unknown."""
         return count_batches(data, batch_size=batch_size)
 
     def _batches(self, data: Any, name: str, batch_size: int) -> Iterable[Batch]:
@@ -170,7 +179,7 @@ class Observer:
         return track(batches, description=f"Reading {name}", total=steps, unit="batches")
 
     def _check_finite(self, means: Tensor, name: str) -> None:
-        if math.isfinite(means.sum().item()):  # one pass; a sum that overflows is looked at more closely
+        if math.isfinite(means.sum().item()):  # one reduction; only an overflowing sum is inspected further
             return
         finite = torch.isfinite(means)
         bad = (~finite).nonzero()

@@ -1,4 +1,4 @@
-"""Where the watched layers of a model are, and what passes have shown of them so far. Nothing here runs a model."""
+"""State that the passes of a recorder share: the watched modules and what is known of them. Nothing here runs a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuralmean.models.layers import Layer
 from neuralmean.stats.channels import positions
 
 _DIMS = tuple([positions(n, channels_last) for n in range(65)] for channels_last in (False, True))  # torch allows 64
-_MOST = 64  # kinds of passes whose counts are kept: inputs of as many shapes
+_MOST = 64  # number of input shapes whose counts are cached
 
 
 class Plan:
@@ -28,11 +28,11 @@ class Plan:
 
     def __init__(self, core: nn.Module, layers: Sequence[Layer]) -> None:
         self.core, self.layers = core, tuple(layers)
-        # Over which an activation is to be summed up, by its number of dimensions.
+        # The dimensions to sum over, by the number of dimensions of the activation.
         self.dims = [_DIMS[layer.channels_last] for layer in self.layers]
         self.reads_input = [layer.reads_input for layer in self.layers]
-        self.watched: list[nn.Module] = []  # the layers themselves; call `modules` first
-        self.repeated: frozenset[int] = frozenset()  # those that ran more than once in some pass
+        self.watched: list[nn.Module] = []  # the modules of the layers, set by `modules`
+        self.repeated: frozenset[int] = frozenset()  # indices of layers that ran more than once in some pass
         self.counts: dict[tuple[Any, ...], Tensor] = {}  # see `count`
         self._modules: Modules | None = None
 
@@ -54,7 +54,7 @@ class Plan:
             ) from None
 
     def count(self, key: tuple[Any, ...], shapes: Sequence[torch.Size], device: torch.device) -> Tensor:
-        """Return how many positions each channel of the first layers has, (D',), given their shapes; `counts` has it by `key`."""
+        """Return how many positions each channel of the first layers has, (D',), given their shapes; cached in `counts`."""
         n = [math.prod(shape[dim] for dim in dims[len(shape)]) for shape, dims in zip(shapes, self.dims, strict=False)]
         widths = torch.tensor([layer.channels for layer in self.layers[: len(n)]])
         if len(self.counts) >= _MOST:

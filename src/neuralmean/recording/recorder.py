@@ -1,7 +1,7 @@
-"""Runs a model and brings back what was recorded.
+"""Runs a model and returns what was recorded.
 
-The model leaves every call as it came: no hook stays on it and its training flags are what they were, also when the forward
-pass raises. Many threads may record on one model.
+No call changes the model: no hook stays on it and its training flags are restored, also when the forward
+pass raises. Several threads may record on one model.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from neuralmean.recording.sink import Sink
 
 
 class Recorder:
-    """Runs a model and brings back the channel statistics of its watched layers.
+    """Runs a model and returns the channel statistics of its watched layers.
 
     Args:
         model: The model, wrapped (DataParallel, DDP, `torch.compile`) or not.
         layers: The layers to watch.
         variance: Whether to record variances too.
-        head: Name of the layer whose input is the penultimate feature and whose output the logits, where those are wanted.
+        head: Name of the layer whose input is the penultimate feature and whose output is the logits, if needed.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Recorder:
         self._core = unwrap(model)
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
-        self._compiled: tuple[Modules, list[Tensor | None], Callable[..., Any]] | None = None  # and of which tensors
+        self._compiled: tuple[Modules, list[Tensor | None], Callable[..., Any]] | None = (
+            None  # with the tensors it was made of
+        )
         self._lock = threading.Lock()
 
     @property
@@ -55,17 +57,17 @@ class Recorder:
 
     @property
     def repeated(self) -> frozenset[int]:
-        """Indices of the layers that ran more than once in some pass so far."""
+        """Indices of the layers that have run more than once in a pass."""
         return self._plan.repeated
 
     def __call__(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> Recording:
         """Run the model on `batch` in evaluation mode and return its output with what was recorded.
 
-        Gradients are recorded or not as the caller has set them; the statistics never carry any.
+        The output carries gradients if the caller has enabled them; the statistics never do.
 
         Args:
             batch: The inputs.
-            name: What the caller calls them, for error messages.
+            name: The argument's name in error messages.
             exits: Where the pass may be stopped; a compiled model always runs to its end.
 
         Raises:
@@ -80,12 +82,12 @@ class Recorder:
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
 
     def keep_activations(self, batch: Batch, keep: Keep, *, name: str = "x") -> Activations:
-        """Run the model eagerly, compiled or not, and return what was recorded with what `keep` makes of the activations.
+        """Run the model eagerly, compiled or not, and return what was recorded and what `keep` returns for the activations.
 
         Args:
             batch: The inputs.
             keep: Called with the index of a watched layer and its activation, which a later layer may overwrite.
-            name: What the caller calls the inputs, for error messages.
+            name: The argument's name in error messages.
         """
         modules = self.modules
         check_input(batch, name, tokens=self.takes_tokens)
@@ -96,7 +98,7 @@ class Recorder:
         return Activations(recording, sink.kept, batch.mask)
 
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None, sink: Sink | None = None) -> Recording:
-        # A DataParallel model runs on one device here: its replicas live in other threads, out of reach of the hooks.
+        # A DataParallel model runs on one device here: its replicas run in other threads, where the hooks would not see them.
         is_core = isinstance(self.model, nn.DataParallel) or sink is not None
         model = self._core if is_core else self.model
         sink = sink or Sink(self._plan, batch, variance=self.variance, head=self.head, exits=exits)
@@ -108,7 +110,7 @@ class Recorder:
         return sink.finish(output)
 
     def _run_compiled(self, batch: Batch, modules: Modules) -> Recording:
-        """Run a compiled twin that shares every tensor with the model, so that the reductions are compiled too."""
+        """Run a compiled copy that shares every tensor with the model, so that the reductions are compiled too."""
         with self._lock:
             tensors = modules.tensors()  # `model.to` changes parameters but replaces buffers
             held = self._compiled

@@ -1,6 +1,6 @@
-"""What the training data looks like to the model: mean and standard deviation of every channel.
+"""The reference: mean and standard deviation of every channel over the training data.
 
-Free from batch-norm buffers, or from one pass over data that needs memory for the channels only.
+It is read from batch-norm buffers, or computed in one pass over data with memory for the channels only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Reference:
         layers: The layers, in the order of the columns.
         mean: Shape (D,), float64.
         std: Shape (D,), float64, of all activations of the channel; None if variances were not recorded.
-        moments: Moments of the examples' channel means, where made from data.
-        within: Mean over the examples of the variance inside each, shape (D,), where made from data.
+        moments: Moments of the examples' channel means, if made from data.
+        within: Mean over the examples of the variance inside each, shape (D,), if made from data.
     """
 
     layers: tuple[Layer, ...]
@@ -49,7 +49,7 @@ class Reference:
 
     @cached_property
     def mean_single(self) -> Tensor:
-        """The mean in single precision, that of most activations."""
+        """The mean in single precision, as most activations are."""
         return self.mean.float()
 
     @property
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def count(self) -> int | None:
-        """How many examples it was made from; None for batch-norm buffers."""
+        """Number of examples it was made from; None for batch-norm buffers."""
         return None if self.moments is None else self.moments.count
 
     @classmethod
@@ -101,8 +101,8 @@ class Reference:
     ) -> Reference:
         """Run the model once over `data` (the paper's Eq. 4); memory does not grow with the data.
 
-        Inside a `torch.distributed` job each rank passes its own part of the data, also none, and every rank gets the
-        reference of all parts together, the same to the last bit. All ranks must call this, as with any collective; a
+        Inside a `torch.distributed` job each rank passes its own part of the data, possibly empty, and every rank gets the
+        reference of all parts together, bit for bit the same. All ranks must call this, as with any collective; a
         rank that fails makes the others fail too rather than wait.
 
         Args:
@@ -110,14 +110,14 @@ class Reference:
             layers: Dotted names or globs; None chooses as `Detector` does.
             data: Training data: a tensor, an array, a DataLoader, a Dataset or an iterable of batches.
             batch_size: Rows per batch where `data` comes in one piece.
-            all_ranks: False leaves other ranks of a distributed job out of it: each makes a reference of its own data.
+            all_ranks: False makes a reference of this rank's own data only.
         """
         recorder = Recorder(model, select_layers(model, layers), variance=True)
         if not (all_ranks and _in_distributed_job()):
             return cls._pass(recorder, data, batch_size)
         try:
             own, failure = cls._pass(recorder, data, batch_size, may_be_empty=True), None
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks, then raised
             own, failure = cls.empty(recorder.layers), error
         return _add_ranks(own, failure)
 
@@ -137,7 +137,7 @@ class Reference:
 
     @classmethod
     def empty(cls, layers: Sequence[Layer]) -> Reference:
-        """Return the reference of no example at all: the neutral element of `+`."""
+        """Return the reference of no examples: the neutral element of `+`."""
         width = sum(layer.channels for layer in layers)
         zeros = torch.zeros(width, dtype=torch.float64)
         return cls(tuple(layers), zeros, None, Moments.empty(width), zeros)
@@ -150,7 +150,7 @@ class Reference:
 
     @classmethod
     def of_statistics(cls, layers: Sequence[Layer], means: Tensor, variances: Tensor | None) -> Reference:
-        """Return the reference of examples whose channel means and variances, each (N, D), are at hand."""
+        """Return the reference of examples, given their channel means and variances, each (N, D)."""
         moments = Moments.of(means)
         return cls._of(layers, moments, None if variances is None else Moments.of(variances).mean)
 
@@ -179,7 +179,7 @@ class Reference:
 
 
 def _look_ahead(data: Any, batch_size: int) -> Any:
-    """Return data of unknown length as it was, or None if there is nothing in it."""
+    """Return data of unknown length unchanged, or None if it is empty."""
     if isinstance(data, Dataset):
         data = DataLoader(data, batch_size=batch_size)
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
@@ -197,7 +197,7 @@ def _add_ranks(own: Reference, failure: Exception | None) -> Reference:
     """Return the sum of the references of all ranks, added in the order of the ranks so that all get the same bits."""
     moments = Moments.empty(0) if own.moments is None else own.moments
     within = torch.zeros_like(moments.mean) if own.within is None else own.within
-    # Widths and failures first: to exchange vectors of different lengths would hang.
+    # Widths and failures first: exchanging vectors of different lengths would hang.
     heads = _gather(torch.tensor([failure is not None, len(moments.mean), moments.count], dtype=torch.float64))
     if failure is not None:
         raise failure

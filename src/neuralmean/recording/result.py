@@ -1,4 +1,4 @@
-"""What a recording is, and what may stop one. Nothing here runs a model or sets a hook."""
+"""Types of a recording and of exits. Nothing here runs a model or registers a hook."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from neuralmean.models.layers import Layer
 
 
 class Recording(NamedTuple):
-    """What one forward pass showed: the model's own output, and the channels of the watched layers."""
+    """Result of one forward pass: the model's output, and the statistics of the watched layers."""
 
     output: Any  # None if the pass was stopped
-    layers: tuple[Layer, ...]  # those of the columns: all of them, or the first ones if the pass was stopped
+    layers: tuple[Layer, ...]  # all watched layers, or the first ones if the pass was stopped
     mean: Tensor  # (N, D)
-    variance: Tensor | None = None  # (N, D), None unless asked for
+    variance: Tensor | None = None  # (N, D), None unless requested
     feature: Tensor | None = None  # (N, F), the input of the head
     logits: Tensor | None = None  # (N, K), the output of the head
     stopped_at: int | None = None  # index of the exit, if the pass was stopped
@@ -29,16 +29,16 @@ class Recording(NamedTuple):
 
     @property
     def variances(self) -> dict[str, Tensor]:
-        """Channel variances by layer, each (N, C); empty unless asked for."""
+        """Channel variances by layer, each (N, C); empty unless requested."""
         return {} if self.variance is None else _by_layer(self.variance, self.layers)
 
 
 class Exits(Protocol):
-    """Says whether a forward pass can be stopped once its first layers have been seen."""
+    """Decides whether a forward pass can stop after its first layers."""
 
     @property
     def depths(self) -> Sequence[int]:
-        """How many of the first layers each exit looks at, growing."""
+        """Number of first layers that each exit reads, increasing."""
 
     def should_stop(self, index: int, means: Tensor) -> bool:
         """Whether to stop at exit `index`, given the channel means of its layers, (N, D')."""

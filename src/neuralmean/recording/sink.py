@@ -1,9 +1,9 @@
-"""What one forward pass shows of the watched layers.
+"""Collects the channel statistics of one forward pass.
 
 Each activation is reduced inside a hook and then released. A hook ignores threads other than the one that registered it.
 
 Plain activations are summed, and all sums are divided once after the pass. Anything else (another type, a mask, a second
-call of a layer, variances) is averaged on the spot.
+call of a layer, variances) is averaged at once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class _Current(threading.local):
     sink: Sink | None = None
 
 
-_current = _Current()  # the pass that this thread is in: the innermost, where passes are nested
+_current = _Current()  # the pass of this thread; the innermost one if passes are nested
 
 
 class Sink:
     """Collects the reduced activations of one pass.
 
     Args:
-        plan: What the passes have in common.
-        batch: The inputs; None for a model that is traced, whatever thread runs it: nothing there may depend on a shape.
+        plan: State shared by the passes.
+        batch: The inputs; None while a model is traced, when nothing may depend on a shape or a thread.
         variance: Whether to record variances too.
-        head: Name of the layer that gives the logits, where those are wanted.
+        head: Name of the layer that gives the logits, if needed.
         exits: Where the pass may be stopped.
     """
 
@@ -64,17 +64,19 @@ class Sink:
 
     def clear(self) -> None:
         """Forget what was recorded."""
-        self.shapes: list[torch.Size | None] = [None] * len(self.layers)  # of the activations that were summed up
-        self.values: list[Tensor | None] = [None] * len(self.layers)  # their sums; of others means, added up over calls
+        self.shapes: list[torch.Size | None] = [None] * len(self.layers)  # shapes of the summed activations
+        self.values: list[Tensor | None] = [None] * len(
+            self.layers
+        )  # sums of those; means of the others, added over calls
         self.variances: dict[int, Tensor] = {}
-        self.calls: dict[int, int] = {}  # of the others
+        self.calls: dict[int, int] = {}  # number of calls of the others
         self.feature: Tensor | None = None
         self.logits: Tensor | None = None
         self._tracker = None if self.exits is None else ExitTracker(self.exits)
-        self._end = 0 if self._tracker is None else self._tracker.end  # exits read the layers before this one only
+        self._end = 0 if self._tracker is None else self._tracker.end  # exits read only the layers before this one
 
     def hooks(self) -> list[Hook]:
-        """Return the hooks that show the watched layers and the head to this sink."""
+        """Return the hooks through which this sink reads the watched layers and the head."""
         hooks = [
             Hook(module, partial(self._on_input if before else self._on_output, index), before)
             for index, (module, before) in enumerate(zip(self.watched, self.plan.reads_input, strict=True))
@@ -91,7 +93,7 @@ class Sink:
         _current.sink = self._outer
 
     def _is_other_pass(self) -> bool:
-        """Whether a hook was called by another thread, or by a pass inside this one."""
+        """Return whether a hook was called by another thread, or by a nested pass."""
         return self._is_for_thread and _current.sink is not self
 
     def _on_input(self, index: int, module: nn.Module, args: tuple[Any, ...], *rest: Mapping[str, Any]) -> None:
@@ -153,7 +155,7 @@ class Sink:
             if self._tracker is not None and index < self._tracker.looked_at:
                 raise InputError(
                     f"Expected layer {layer.name!r} to be done at the early exit after it, but it ran again. Fit the detector "
-                    "on the model as it is now and not compiled, or leave `early_exit` out."
+                    "on this model without compiling it, or leave `early_exit` out."
                 )
             mean = mean + self._mean(index) * calls
         self.values[index], self.shapes[index], self.calls[index] = mean, None, calls + 1
@@ -172,7 +174,7 @@ class Sink:
         return value / (shape.numel() // value.numel() if value.numel() else 1)
 
     def _means(self, depth: int) -> Tensor:
-        """Return the means of the first `depth` layers concatenated, (N, D'), once they have fired as they should."""
+        """Return the means of the first `depth` layers concatenated, (N, D'), after checking that they fired."""
         if self._sums_up:
             shapes = self.shapes[:depth]
             key = self.size, self._device, *shapes
@@ -190,7 +192,7 @@ class Sink:
 
         Raises:
             LayerNotFiredError: A layer took no part in the pass.
-            InputError: A layer has other rows than the inputs, or its channels elsewhere.
+            InputError: A layer has another number of rows than the inputs, or its channels in another dimension.
         """
         depth = len(self._seen())
         means = self._means(depth)
@@ -236,7 +238,7 @@ class Sink:
             if channels != layer.channels:
                 raise InputError(
                     f"Expected {layer.channels} channels in layer {layer.name!r}, but its activation has {channels}. "
-                    "Its channels are not where neuralmean looks for them; leave it out of `layers`."
+                    "Its channels are in another dimension than neuralmean expects; leave it out of `layers`."
                 )
             if rows != self.size:
                 raise InputError(

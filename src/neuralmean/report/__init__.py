@@ -1,4 +1,4 @@
-"""One HTML file that shows what a detector was fitted on and how well it tells sets of images apart.
+"""One HTML file that shows what a detector was fitted on and how well it separates sets of images.
 
 `write_report` goes over each set once, keeps a few numbers per image, and writes a page that needs no network.
 """

@@ -1,4 +1,4 @@
-"""The numbers behind the plots: histograms, figures with intervals, layers, batches. Nothing is drawn here."""
+"""The numbers for the plots: histograms, metrics with intervals, layers, batches. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _MANY = 50_000  # images from which the bootstrap draws fewer resamples
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """How one OOD set is told from the ID set.
+    """How well one OOD set is separated from the ID set.
 
     Attributes:
         name: The OOD set.
         figures: AUROC and so on, in percent.
         intervals: 95 % bootstrap interval of each figure, by its name.
         roc: The curve, thinned.
-        by_batch: AUROC in percent and its interval for each batch size that there are enough images for.
-        by_depth: AUROC in percent of the part of the score that the first 1, 2, ... layers make, shape (L,); None
-            where the scorer cannot say.
+        by_batch: AUROC in percent and its interval for each batch size for which there are enough images.
+        by_depth: AUROC in percent of the contributions of the first 1, 2, ... layers, shape (L,); None
+            if the scorer has no contributions.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Shares of the images of several sets in the same bins; what lies outside is in the first and the last bin.
+    """Shares of the images of several sets in the same bins; values outside are in the first and the last bin.
 
     Attributes:
         edges: Edges of the bins, shape (B + 1,); a bin holds scores above its lower and up to its upper edge.
@@ -63,7 +63,7 @@ class Histogram:
 
 
 def compare(detector: Detector, inside: SetResult, outside: SetResult) -> Comparison:
-    """Work out everything that the report says of one OOD set."""
+    """Compute everything that the report shows of one OOD set."""
     n = len(inside) + len(outside)
     figures = metrics.evaluate(inside.scores, outside.scores)
     intervals = metrics.bootstrap(inside.scores, outside.scores, resamples=300 if n <= _MANY else 100)
@@ -124,7 +124,7 @@ def wilson(share: float, n: int) -> Interval:
 
 
 def auroc_by_depth(inside: Tensor | None, outside: Tensor | None, n_layers: int) -> NDArray[np.float64] | None:
-    """AUROC in percent of what the first 1, 2, ... layers add to the score, nothing refitted, shape (L,).
+    """AUROC in percent of the summed contributions of the first 1, 2, ... layers, without refitting, shape (L,).
 
     Args:
         inside: Contributions of ID images, shape (N, P) with the layers first.
@@ -165,16 +165,16 @@ def weight_by_layer(detector: Detector) -> Scores | None:
 
 
 def batch_scores(detector: Detector, rows: ChannelStats, *, size: int, batches: int = BATCHES, seed: int = 0) -> Scores:
-    """Score random batches as `Detector.score_batch` does, from rows that are there already; higher = more OOD.
+    """Score random batches as `Detector.score_batch` does, from recorded rows; higher = more OOD.
 
-    No image is in two batches, as far as there are enough.
+    No image is in two batches if there are enough.
 
     Args:
         detector: The detector.
         rows: Rows of at least `size` images.
         size: Images in a batch.
         batches: How many batches.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
     generator = torch.Generator().manual_seed(seed)
     whole = len(rows) // size

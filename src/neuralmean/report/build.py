@@ -1,6 +1,6 @@
-"""`write_report`: from a detector and sets of images to one HTML file.
+"""`write_report` turns a detector and sets of images into one HTML file.
 
-Joins the steps: gather, analyse, draw, fill in the template. Words and colours live in `page/`.
+The steps: gather, analyse, draw, fill in the template. Texts and colours are in `page/`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from neuralmean.report.thumbnails import thumbnail
 
 _COLUMNS = ("auroc", "aupr_id", "aupr_ood", "tnr95", "fpr95", "accuracy")
 _TERMS = {
-    "feature": "Penultimate feature",
     "reach": "Energy over length",
-    "energy": "Energy of the logits",
+    "doubt": "Doubt of the classifier",
+    "learnt": "Learnt from examples",
     "rest": "Rest",
 }
 
@@ -45,19 +45,19 @@ def write_report(
     info: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> Path:
-    """Write a self-contained HTML report and return where it is; the model runs once over every image.
+    """Write a self-contained HTML report and return its path; the model runs once over every image.
 
     Args:
         detector: A fitted or calibrated detector.
         id_images: In-distribution images that the detector was not fitted on: batches of `(images, names)` such as
-            `ImageBatches`, or whatever a `Detector` takes.
-        ood_sets: Out-of-distribution images, by the name that the report calls them.
+            `ImageBatches`, or any data that a `Detector` takes.
+        ood_sets: Out-of-distribution images, by their name in the report.
         out: The file to write, whole or not at all.
         title: Heading; None makes one of the model's name.
-        info: What is known of the sets: `"id"` and `"ood"` as paths (to say where images come from, and to warn where the
+        info: Facts about the sets: `"id"` and `"ood"` as paths (to say where images come from, and to warn where the
             detector was fitted on them), `"id_name"` to call the ID set by, `"preprocessing"` as `Preprocessing.to_json`
             gives it (to show the model's inputs as pictures).
-        limit: Take the first so many images of each set; see `spread_over` for files.
+        limit: Maximum number of images of each set, the first ones; see `spread_over` for files.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
@@ -73,14 +73,14 @@ def write_report(
     content["title"] = title or f"{describe.model_name(detector)}: what is out of distribution?"
     html = environment.get_template("report.html").render(content)
     with write_atomically(path) as file:
-        file.write(html.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no text
+        file.write(html.encode("utf-8", "backslashreplace"))  # file names may hold bytes that are not text
     return path
 
 
 def _content(
     detector: Detector, inside: SetResult, outside: list[SetResult], info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the template shows, but for the title."""
+    """Return the content of the template, except the title."""
     found = [analysis.compare(detector, inside, one) for one in outside]
     return {
         "generated": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -103,7 +103,7 @@ def _content(
 
 
 def _check(detector: Detector, ood_sets: Mapping[str, Any], path: Path, limit: int | None) -> None:
-    """Raise what would otherwise be raised after minutes of work."""
+    """Check the arguments before minutes of work."""
     detector.calibrated()
     if not isinstance(ood_sets, Mapping) or not ood_sets:
         raise InputError(f"Expected `ood_sets` to be at least one set of images by name, but got {ood_sets!r}.")
@@ -128,7 +128,6 @@ def _environment() -> Any:
     environment.filters |= {
         "percent": plots.percent,
         "thousands": "{:,}".format,
-        "signed": plots.signed,
         "number": svg.label,
         "short": plots.short,
     }
@@ -230,12 +229,12 @@ def _galleries(
 
 
 def _map(detector: Detector, picture: Pictured, preprocessing: Preprocessing | None) -> str | None:
-    """Return the image under a map of where its score comes from; None where there is no such map."""
+    """Return the image under a map of where its score comes from; None if there is no such map."""
     if picture.image is None:
         return None
     try:
         found = detector.locate(picture.image.unsqueeze(0))[0]
-    except InputError:  # a scorer that cannot be explained, an input that is no image
+    except InputError:  # a scorer without contributions, or an input that is not an image
         return None
     return overlay_uri(picture.image, found, preprocessing, 96)
 

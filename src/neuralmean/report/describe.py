@@ -1,4 +1,4 @@
-"""What the report says in words: what was fitted on what, what the threshold is worth, what to be careful about."""
+"""The texts of the report: what was fitted on what, the guarantee of the threshold, cautions."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Fact(NamedTuple):
 
 
 def model_name(detector: Detector) -> str:
-    """Return what the model is called: its spec where it is known, else its class."""
+    """Return the name of the model: its spec if known, else its class."""
     spec = detector.info.get("model")
     return spec if isinstance(spec, str) else type(unwrap(detector.model)).__name__
 
 
 def batches_sentence(found: Sequence[Comparison]) -> str:
-    """Say what judging several images together changes for each set, as the plot shows it."""
+    """Return a sentence on how judging several images together changes the AUROC of each set."""
     parts = []
     for one in found:
         size = max(one.by_batch)
@@ -65,7 +65,7 @@ def batches_sentence(found: Sequence[Comparison]) -> str:
 
 
 def facts(detector: Detector) -> list[Fact]:
-    """Say what was fitted on what."""
+    """Return the table of what was fitted on what."""
     fitted, calibration = detector.fitted, detector.calibrated()
     scorer = getattr(detector.scorer, "name", type(detector.scorer).__name__)
     options = detector.scorer.get_options() if hasattr(detector.scorer, "get_options") else {}
@@ -91,7 +91,7 @@ def facts(detector: Detector) -> list[Fact]:
     source = detector.calibration_source or "held_out"
     where = _text(detector.info.get("held_out")) if source == "held_out" else ""
     lines.append(Fact("Threshold from", f"{len(calibration.scores):,} scores of {_CALIBRATION[source]}", where))
-    rate = f"{100 * calibration.false_alarm_rate:g} % false alarms asked for"
+    rate = f"{100 * calibration.false_alarm_rate:g} % false alarms requested"
     lines.append(Fact("Threshold", f"{calibration.threshold:.5g}", rate))
     if fitted.get("when"):
         lines.append(Fact("Fitted at", _when(str(fitted["when"]))))
@@ -102,14 +102,14 @@ def facts(detector: Detector) -> list[Fact]:
 def cautions(
     detector: Detector, inside: SetResult, outside: list[SetResult], info: Mapping[str, Any] | None
 ) -> list[str]:
-    """Say what a reader of the figures must know before trusting them."""
+    """Return what a reader must know before trusting the figures."""
     found = []
     rate = detector.false_alarm_rate
     interval = wilson(inside.flagged, len(inside))
     if interval.low > 100 * rate:
         found.append(
-            f"False alarms are {100 * inside.flagged:.1f} % of {len(inside):,} ID images, more than the {100 * rate:g} % asked "
-            f"for, and more than chance explains. {detector.guarantee}"
+            f"False alarms are {100 * inside.flagged:.1f} % of {len(inside):,} ID images, more than the {100 * rate:g} % "
+            f"requested, and more than chance explains. {detector.guarantee}"
         )
     elif detector.calibration_source not in (None, "held_out"):
         found.append(detector.guarantee)
@@ -161,12 +161,12 @@ def _paths(info: Mapping[str, Any], *keys: str) -> set[Path]:
 
 
 def _share_images(some: set[Path], others: set[Path]) -> bool:
-    """Whether one of the paths is, or surely lies below, one of the others; what two globs share is not known."""
+    """Return whether one of the paths is, or certainly lies below, one of the others; two globs are never compared."""
     return any(a == b or _is_below(a, b) or _is_below(b, a) for a in some for b in others)
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Whether all that a path or glob names is in a folder."""
+    """Return whether everything that a path or glob names is in a folder."""
     if _is_glob(folder):
         return False
     if not _is_glob(path):

@@ -1,4 +1,4 @@
-"""One pass over a set: the score of every image, and of the rest only what the report shows.
+"""One pass over a set: the score of every image, and bounded samples of everything else.
 
 Memory stays bounded whatever the size of a set: a score and a p-value per image, the moments of the contributions, a
 random sample of rows for the plots that need vectors, and the images for the gallery.
@@ -48,20 +48,20 @@ class Pictured:
 
 @dataclass(frozen=True, eq=False)
 class SetResult:
-    """What one pass over a set showed.
+    """The result of one pass over a set.
 
     Attributes:
-        name: What the set is called.
+        name: Name of the set.
         scores: Score of each image, shape (N,); higher = more OOD.
         flagged: Share of images above the threshold, 0 to 1.
         n_flagged: How many these are.
         most_false: How many of these are in-distribution at the most, 95 % sure; None if rates hold by group.
-        parts: Moments of the contributions of each layer and term; None where the scorer has none.
+        parts: Moments of the contributions of each layer and term; None if the scorer has none.
         sample: Rows of up to `SAMPLE_ROWS` random images.
         sample_parts: Contributions of the same images, shape (S, P).
         most: The most unusual images, the most unusual first.
         least: The least unusual images, the least unusual first.
-        unreadable: How many files gave no image.
+        unreadable: Number of unreadable files.
     """
 
     name: str
@@ -87,12 +87,12 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
     Args:
         detector: A calibrated detector.
         data: See `named_batches`.
-        name: What the set is called.
+        name: Name of the set.
         limit: Stop after this many images.
-        seed: Of the random sample.
+        seed: Seed of the random sample.
 
     Raises:
-        InputError: No image came out of `data`.
+        InputError: `data` holds no readable image.
     """
     detector.check_weights()
     threshold, calibration = detector.threshold, detector.calibrated()
@@ -141,7 +141,7 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
 
 
 def contributions(seen: Observed) -> tuple[Tensor, list[str]] | None:
-    """Return what each layer and then each term adds to the scores, shape (N, L + T), with names; None where unknown."""
+    """Return the contribution of each layer and then each term, shape (N, L + T), with names; None if unknown."""
     try:
         with torch.enable_grad():  # scorers without `contributions` are explained by their gradient
             explained = seen.explain()
@@ -219,7 +219,7 @@ class _Ends:
                     image=images[row].detach().cpu().clone() if images.dim() == 4 else None,
                     parts=None if parts is None else parts[row].clone(),
                 )
-                # Rows count down as a tie-break, so that of equal scores the first image stays.
+                # Rows count down to break ties, so that of equal scores the first image stays.
                 item = (key, -picture.row, picture)
                 if len(heap) < GALLERY:
                     heapq.heappush(heap, item)

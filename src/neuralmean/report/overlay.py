@@ -1,6 +1,6 @@
-"""A map of where a score comes from, laid over the image: colours of the cividis scale, more opaque where it adds more.
+"""A map of where a score comes from, laid over the image in the colours of cividis, more opaque where it contributes more.
 
-Cividis runs from blue to yellow with steadily rising lightness, so that it reads the same with and without colour vision
+Cividis runs from blue to yellow with steadily increasing lightness, so that it reads the same with and without colour vision
 deficiency (Nunez, Anderton and Renslow, 2018).
 """
 
@@ -28,16 +28,16 @@ CIVIDIS = np.array(
     ],
     dtype=np.float64,
 )  # fmt: skip
-_OPACITY = 0.8  # of the places that add most
-_WINDOW = 1 / 12  # of the longer side, over which a map is averaged: single dots are lost to the eye
-_TOP = 0.99  # of the values are below the end of the scale, which one dot must not set
+_OPACITY = 0.8  # opacity of the places that contribute most
+_WINDOW = 1 / 12  # share of the longer side over which a map is averaged: single pixels are hard to see
+_TOP = 0.99  # share of the values below the end of the scale, which a single pixel must not set
 _LEAST_SIDE = 256  # small images are enlarged, dot by dot
 
 
 def overlay(image: Image.Image, map_: Tensor) -> Image.Image:
-    """Return the image with a map (H, W) laid over it: clear where a place adds its usual share, yellow where it adds most.
+    """Return the image with a map (H, W) laid over it: transparent where a place contributes its usual share, yellow where most.
 
-    The map is smoothed a little; the scale starts at its median and ends where one percent of it is left.
+    The map is slightly smoothed; the scale runs from its median to its 99th percentile.
     """
     strength = _strength(_smooth(map_.detach().cpu().double()).numpy())
     colours = _colours(strength)
@@ -73,7 +73,7 @@ def write_overlay(path: Path, x: Tensor, map_: Tensor, preprocessing: Preprocess
     """Write the model's input (C, H, W) under its map (H, W) to a PNG file, whole or not at all."""
     content = overlay_png(x, map_, preprocessing)
     if content is None:
-        raise InputError(f"Expected an image to lay a map over, but got an input of shape {tuple(x.shape)}.")
+        raise InputError(f"Expected an image to draw a map over, but got an input of shape {tuple(x.shape)}.")
     with write_atomically(path) as file:
         file.write(content)
 

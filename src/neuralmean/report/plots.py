@@ -1,6 +1,6 @@
 """The report's plots, each as one SVG drawing. Set 0 is ID; every set keeps its colour, dash and marker throughout.
 
-Wide plots are drawn twice, for a desk and for a phone: letters keep their size, and CSS shows the one that fits.
+Wide plots are drawn twice, for desktop and phone: the font size stays the same, and CSS shows the one that fits.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def series(index: int) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share of 0 to 1 in percent.
+    """Format a share of 0 to 1 in percent.
 
     Example:
         >>> percent(0.0512), percent(1.0), percent(0.9999)
         ('5.1 %', '100 %', '99.9 %')
     """
     value = 100 * share
-    if 0 < share < 1:  # what is not all must not look like all
+    if 0 < share < 1:  # less than all must not be rounded to 100 %
         value = min(max(value, 0.1), 99.9)
     return f"{value:.1f} %" if 0 < share < 1 else f"{value:.0f} %"
 
 
 def short(value: float) -> str:
-    """Write a score in three digits.
+    """Format a score with three digits.
 
     Example:
         >>> short(-7.62249)
@@ -47,7 +47,7 @@ def short(value: float) -> str:
 
 
 def both_widths(draw: Callable[..., str], *arguments: object) -> str:
-    """Draw a plot for a desk and for a phone."""
+    """Draw a plot for desktop and phone."""
     return f"{draw(*arguments, width=WIDE)}{draw(*arguments, width=NARROW)}"
 
 
@@ -58,7 +58,7 @@ def _fit(width: int) -> str:
 def draw_histogram(
     names: Sequence[str], found: Histogram, flagged: Sequence[float], threshold: float, *, width: int
 ) -> str:
-    """One row of bars per set over a common axis of scores, with ID as a shadow behind and the threshold through all."""
+    """One row of bars per set over a common axis of scores, with ID as a shadow behind each and the threshold across all."""
     row, top = (92, 34) if width == WIDE else (80, 34)
     box = Box(12, top, width - 12, top + row * len(names))
     canvas = Canvas(width, box.bottom + 46)
@@ -101,7 +101,7 @@ def _tell(names: Sequence[str], flagged: Sequence[float]) -> str:
 
 
 def _tallest(shares: Scores) -> float:
-    """The height to scale bars by: that of the end bins counts only where there is nothing else."""
+    """Return the height to scale bars by: end bins count only if all others are empty."""
     inner = float(shares[1:-1].max()) if len(shares) > 2 else 0.0
     return inner or float(shares.max()) or 1.0
 
@@ -182,7 +182,7 @@ def draw_batches(comparisons: Sequence[Comparison]) -> str:
         canvas.text(place, box.bottom + 17, str(size), "tick", anchor="middle")
     canvas.text((box.left + box.right) / 2, box.bottom + 36, "images judged together", "caption", anchor="middle")
     for index, found in enumerate(comparisons, start=1):
-        # A little apart, so that intervals of sets that do equally well stay readable.
+        # Slightly shifted, so that intervals of equally good sets stay readable.
         shift = (index - (len(comparisons) + 1) / 2) * 4
         points = [(places[size] + shift, y(value)) for size, (value, _) in sorted(found.by_batch.items())]
         canvas.path(points, f"curve {series(index)}")
@@ -195,15 +195,15 @@ def draw_batches(comparisons: Sequence[Comparison]) -> str:
 
 
 def _floor(lowest: float) -> float:
-    """A round number below the lowest AUROC, at most 90: an axis that does not blow up small differences."""
+    """A round number below the lowest AUROC, at most 90: so that the axis does not exaggerate small differences."""
     return float(max(0, min(90, int(lowest // 10) * 10)))
 
 
 def draw_layers(names: Sequence[str], sets: Mapping[str, Scores], spread: Scores, *, width: int) -> str:
-    """What each layer adds to the scores of each OOD set beyond what it adds to those of ID.
+    """Mean contribution of each layer to the scores of each OOD set, minus that to the ID scores.
 
     Args:
-        names: Of the layers.
+        names: Names of the layers.
         sets: Excess over ID by name of the set, each of shape (L,).
         spread: Standard deviation of ID images' contributions, shape (L,).
         width: `WIDE` or `NARROW`.
@@ -214,7 +214,7 @@ def draw_layers(names: Sequence[str], sets: Mapping[str, Scores], spread: Scores
     low = min(float(min(values.min() for values in sets.values())), -float(spread.max()), 0.0)
     high = max(float(max(values.max() for values in sets.values())), float(spread.max()), low + 1e-9)
     y = Scale(low - 0.04 * (high - low), high + 0.06 * (high - low), box.bottom, box.top)
-    y_axis(canvas, box, y, "added to the score, compared with ID")
+    y_axis(canvas, box, y, "contribution to the score, compared with ID")
     upper = [(x, y(float(one))) for x, one in zip(places, spread, strict=True)]
     lower = [(x, y(-float(one))) for x, one in zip(places, spread, strict=True)]
     canvas.path([*upper, *reversed(lower)], "band", closed=True, title="ID images: one standard deviation either way")
@@ -231,17 +231,17 @@ def draw_layers(names: Sequence[str], sets: Mapping[str, Scores], spread: Scores
 
 
 def signed(value: float) -> str:
-    """Write a difference with its sign."""
+    """Format a difference with its sign."""
     return f"{value:+.3g}".replace("-", "\u2212")
 
 
 def _dot(count: int, width: int) -> float:
-    """Return the size of markers that are `count` to a plot."""
+    """Return the size of the markers of a plot with `count` of them."""
     return 4.2 if count * 22 < width else 3.0 if count * 10 < width else 2.0
 
 
 def draw_depth(names: Sequence[str], sets: Mapping[str, Scores], *, width: int) -> str:
-    """AUROC of what the first layers alone add to the score."""
+    """AUROC of the contributions of the first layers alone."""
     box = Box(52, 34, width - 14, 210)
     canvas = Canvas(width, box.bottom + names_room(names))
     places = _places(box, len(names))
@@ -297,6 +297,6 @@ def draw_profile(values: Scores, names: Sequence[str], kind: str) -> str:
 
 
 def _places(box: Box, count: int) -> list[float]:
-    """Return the pixel of each of so many columns."""
+    """Return the pixel of each of `count` columns."""
     step = (box.right - box.left) / count
     return [box.left + step * (index + 0.5) for index in range(count)]

@@ -1,6 +1,6 @@
-"""Where the report's images come from: batches with the names of their images, as many as wanted.
+"""Sources of the report's images: batches with the names of their images, up to a limit.
 
-Nothing here runs a model. Names are what `ImageBatches` calls its images; data without names is numbered.
+Nothing here runs a model. Names are those of `ImageBatches`; data without names is numbered.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def named_batches(data: Any, *, name: str, limit: int | None = None) -> Iterator
     """Yield the batches of `data` with the names of their images, None for an image without one.
 
     Args:
-        data: Batches of `(images, names)` such as `ImageBatches`, or whatever a `Detector` takes.
-        name: What the set is called, for error messages.
+        data: Batches of `(images, names)` such as `ImageBatches`, or any data that a `Detector` takes.
+        name: Name of the set in error messages.
         limit: Stop after this many images.
     """
     left = limit
@@ -41,7 +41,7 @@ def named_batches(data: Any, *, name: str, limit: int | None = None) -> Iterator
 
 
 def count_images(data: Any, limit: int | None) -> int | None:
-    """Return how many images there are to try, where that can be known without reading them."""
+    """Return the number of images, or None if that is unknown without reading them."""
     count = getattr(data, "count", None)
     if isinstance(data, (Tensor, np.ndarray)):
         total: int | None = len(data)
@@ -53,13 +53,13 @@ def count_images(data: Any, limit: int | None) -> int | None:
 
 
 def spread_over(paths: str | Path | Sequence[str | Path], limit: int) -> Callable[[str], bool]:
-    """Return a `skip` for `ImageBatches` that leaves exactly `limit` of the images, spread evenly over all of `paths`.
+    """Return a `skip` for `ImageBatches` that keeps exactly `limit` of the images, spread evenly over all of `paths`.
 
-    The first images of a folder are often all of one class. Which images are left depends on their names alone.
+    The first images of a folder are often all of one class. Which images are kept depends on their names alone.
 
     Args:
         paths: Folders, files, globs, `.npz` and `.npy` files.
-        limit: How many images to leave; all, if there are fewer.
+        limit: Number of images to keep; all if there are fewer.
     """
     if limit < 1:
         raise InputError(f"Expected `limit` to be at least 1, but got {limit!r}.")
@@ -86,7 +86,7 @@ def _names(paths: str | Path | Sequence[str | Path]) -> Iterator[str]:
                 with ArrayFile(source.path) as file:
                     count = len(file)
             except InputError:
-                continue  # told when it is read
+                continue  # reported when it is read
             yield from (row_name(source.path, row) for row in range(count))
 
 

@@ -1,4 +1,4 @@
-"""Names of layers for people: many layers are grouped by the stage of the network that they belong to."""
+"""Readable names of layers: many layers are grouped by the stage of the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(names: Sequence[str]) -> list[Stage]:
-    """Return the stages of a network by its layers' dotted names; an empty list where layers are better named one by one.
+    """Return the stages of a network by its layers' dotted names; an empty list if layers are better named one by one.
 
     The stages are as fine as possible with at most nine of them, and the part that all names begin with is left out.
 

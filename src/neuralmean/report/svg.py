@@ -1,6 +1,6 @@
-"""Enough SVG to draw the report's plots: scales, ticks, axes, and shapes whose colours come from the page's CSS.
+"""A small SVG writer for the report's plots: scales, ticks, axes, and shapes whose colours come from the page's CSS.
 
-All text is escaped here, so that no caller can forget it. Nothing here knows what is plotted.
+All text is escaped here, so that no caller can forget it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def label(value: float) -> str:
-    """Write a number of an axis, short.
+    """Format a number on an axis.
 
     Example:
         >>> label(20.0), label(0.25), label(-3.0), label(1200000.0)
@@ -104,7 +104,7 @@ class Canvas:
             self._add("path", f'd="M{steps}{"Z" if closed else ""}"', kind, title)
 
     def bars(self, bars: Sequence[tuple[float, float, float, float]], kind: str) -> None:
-        """Draw many rectangles, each x, y, width and height, as one shape: small, where there are thousands."""
+        """Draw many rectangles, each x, y, width and height, as one shape: a small file even for thousands."""
         if bars:
             steps = "".join(f"M{_n(x)} {_n(y)}h{_n(w)}v{_n(h)}h{_n(-w)}z" for x, y, w, h in bars)
             self._add("path", f'd="{steps}"', kind, "")
@@ -140,10 +140,10 @@ class Canvas:
         """Return the drawing.
 
         Args:
-            plot: What is plotted, one word: the page and its tests find the drawing by it.
-            description: What it shows, for those who cannot see it.
+            plot: Name of the plot, one word, by which the page and its tests find it.
+            description: Description for screen readers.
             kind: Further CSS classes.
-            hover: Whether to show the description also when the mouse is over it.
+            hover: Whether to show the description on hover too.
         """
         size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}"'
         head = f'<svg {size} role="img" aria-label="{escape(description)}" data-plot="{escape(plot)}" class="{escape(kind)}">'
@@ -179,7 +179,7 @@ def x_axis(
 
 
 def names_room(names: Sequence[str], room: int = 18) -> float:
-    """Return how many pixels below an axis its names take."""
+    """Return the height in pixels of the names below an axis."""
     if stages_of(names):
         return 48
     longest = max((min(len(name), room) for name in names), default=0)
@@ -187,7 +187,7 @@ def names_room(names: Sequence[str], room: int = 18) -> float:
 
 
 def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequence[str], *, room: int = 18) -> None:
-    """Write names below the places that they belong to: rotated, as many as there is room for, or those of stages."""
+    """Write names below their ticks: level if they fit, else rotated and thinned, or those of stages."""
     canvas.line(box.left, box.bottom, box.right, box.bottom, "axis")
     if not places:
         return
@@ -195,6 +195,11 @@ def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequenc
         _stages_axis(canvas, box, places, stages)
         return
     gap = (places[-1] - places[0]) / max(len(places) - 1, 1)
+    if len(places) > 1 and 6.6 * max(map(len, names)) + 8 < gap:
+        for place, name in zip(places, names, strict=True):
+            canvas.line(place, box.bottom, place, box.bottom + 4, "axis")
+            canvas.text(place, box.bottom + 18, name, "tick", anchor="middle", title=name)
+        return
     every = max(1, math.ceil(24 / gap)) if gap > 0 else len(places)
     for index in range(0, len(places), every):
         canvas.line(places[index], box.bottom, places[index], box.bottom + 4, "axis")
@@ -210,7 +215,7 @@ def names_axis(canvas: Canvas, box: Box, places: Sequence[float], names: Sequenc
 
 
 def _stages_axis(canvas: Canvas, box: Box, places: Sequence[float], stages: Sequence[Stage]) -> None:
-    """Separate stages by thin lines and write their names below, in two rows where one is too narrow."""
+    """Separate stages by thin lines and write their names below, in two rows if one is too narrow."""
     half = (places[-1] - places[0]) / max(len(places) - 1, 1) / 2
     free = [-math.inf, -math.inf]  # where each row of names ends
     for stage in stages:

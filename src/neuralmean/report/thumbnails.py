@@ -20,10 +20,10 @@ SIDE = 96
 
 
 def thumbnail(picture: Pictured, preprocessing: Preprocessing | None) -> str | None:
-    """Return a picture of at most 96 x 96 pixels as a data URI; None where the input is not an image.
+    """Return a picture of at most 96 x 96 pixels as a data URI; None if the input is not an image.
 
-    The file is read again where there is one, since it shows more than the model's input; otherwise the model's input
-    is shown, with its normalisation undone where `preprocessing` says what it was.
+    The file is read again if there is one, because it shows more than the model's input; otherwise the model's input
+    is shown, with its normalisation undone if `preprocessing` is known.
     """
     image = _from_file(picture.name)
     if image is None and picture.image is not None:
@@ -31,7 +31,7 @@ def thumbnail(picture: Pictured, preprocessing: Preprocessing | None) -> str | N
     if image is None:
         return None
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    # Small images are shown larger, dot by dot: they must keep every dot.
+    # Small images are enlarged on the page and must keep every pixel.
     return encode(image, "PNG" if max(image.size) <= 32 else "JPEG")
 
 
@@ -46,14 +46,14 @@ def _from_file(name: str | None) -> Image.Image | None:
 
 
 def from_tensor(tensor: Tensor, preprocessing: Preprocessing | None) -> Image.Image | None:
-    """Return the model's input (C, H, W) as a picture, its normalisation undone where known; None if it is no image."""
+    """Return the model's input (C, H, W) as a picture, its normalisation undone if known; None if it is not an image."""
     if tensor.dim() != 3 or tensor.shape[0] not in (1, 3) or not tensor.is_floating_point():
         return None
     values = tensor.float()
     if preprocessing is not None and preprocessing.channels == len(values):
         mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (preprocessing.mean, preprocessing.std))
         values = values * std + mean
-    elif values.min() < 0 or values.max() > 1:  # normalised, nobody says how: at least show the shapes
+    elif values.min() < 0 or values.max() > 1:  # unknown normalisation: at least show the shapes
         values = (values - values.min()) / (values.max() - values.min()).clamp_min(1e-12)
     pixels = (values.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0]) if pixels.shape[2] == 1 else pixels)

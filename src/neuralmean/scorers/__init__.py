@@ -12,6 +12,7 @@ from neuralmean.errors import InputError
 from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
 from neuralmean.scorers.check import check_scorer
+from neuralmean.scorers.guided import GuidedScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -19,6 +20,7 @@ from neuralmean.scorers.typicality import TypicalityScorer
 __all__ = [
     "SCORERS",
     "AverageScorer",
+    "GuidedScorer",
     "LogisticScorer",
     "MlpScorer",
     "Observation",
@@ -29,7 +31,7 @@ __all__ = [
     "make_scorer",
 ]
 
-_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, LogisticScorer, MlpScorer, TypicalityScorer)
+_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, GuidedScorer, LogisticScorer, MlpScorer, TypicalityScorer)
 SCORERS = {kind.name: kind for kind in _KINDS}
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from neuralmean.data.table import Blocks
 
+PRIOR_ROWS = (
+    10  # how many rows the overall deviation of a column counts as, beside those that show the one within classes
+)
+
 
 def distinct_columns(rows: Blocks, *, seed: int = 0) -> Tensor:
     """Return the indices of the columns of (N, D) that vary and do not repeat an earlier one, shape (D',).
@@ -61,20 +65,38 @@ def grand_mean(means: Tensor, counts: Tensor) -> Tensor:
 def explained_share(rows: Blocks, means: Tensor, classes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return the within-class deviation of each column and the share of its variance that the class explains.
 
-    With :math:`b` the variance of the class means and :math:`w^2` the pooled variance within classes, the variance
-    between classes is :math:`\tau^2 = \max(b - w^2 (K - 1) / N, 0)` (the means of finite classes scatter even where the
-    classes are alike), and the share is :math:`\tau^2 / (\tau^2 + w^2)`.
+    Both are estimated as if `PRIOR_ROWS` more rows had shown the overall deviation :math:`s`, since few rows, or classes of one
+    row each, say little about the deviation within classes:
+
+    .. math::
+        w^2 = \frac{\sum_i (x_i - \mu_{k(i)})^2 + m s^2}{N - K + m}.
+
+    With :math:`b` the variance of the class means, the variance between classes is
+    :math:`\tau^2 = \max(b - w^2 (K - 1) / N, 0)` (the means of finite classes scatter even where the classes are alike), and the
+    share is :math:`\tau^2 / (\tau^2 + w^2)`.
     """
     n, present = len(rows), int((counts > 0).sum())
     squares = torch.zeros_like(means[0])
     for block, kinds in rows.beside(classes):
         squares += (block - means[kinds]).square().sum(dim=0)
-    within = squares / max(n - present, 1)
     weight = (counts.to(means.dtype) / n).unsqueeze(1)
     between = (weight * (means - grand_mean(means, counts)).square()).sum(dim=0)
+    overall = (squares / n + between) * (n / max(n - 1, 1))
+    within = (squares + PRIOR_ROWS * overall) / (n - present + PRIOR_ROWS)
     tau = (between - within * ((present - 1) / n)).clamp_min(0)
     total = tau + within
     return within.sqrt(), torch.where(total > 0, tau / total.clamp_min(1e-30), torch.zeros_like(total))
+
+
+def share_weights(share: Tensor, freedom: int) -> Tensor:
+    """Return what each column counts, (D,), adding up to 1: by its share, and the more alike the fewer rows told the shares.
+
+    Args:
+        share: Share of each column's variance that the class explains, (D,).
+        freedom: Rows less classes.
+    """
+    weight = freedom * share + PRIOR_ROWS
+    return weight / weight.sum()
 
 
 def shrink_means(means: Tensor, centre: Tensor, counts: Tensor, within: Tensor, share: Tensor) -> Tensor:

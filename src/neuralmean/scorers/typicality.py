@@ -6,6 +6,7 @@ rank, everything else lives in sketches of at most 512 numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ from typing_extensions import Self
 from neuralmean.data.table import Blocks
 from neuralmean.errors import InputError
 from neuralmean.scorers.base import Observation, VectorScorer
+from neuralmean.scorers.folds import folds
 from neuralmean.scorers.statistics import (
     Sketch,
     class_means,
@@ -26,48 +28,58 @@ from neuralmean.scorers.statistics import (
     k_means,
     ledoit_wolf,
     low_rank,
+    share_weights,
     shrink_means,
 )
 from neuralmean.stats.moments import Moments
 
 RANK = 32
 CLUSTERS = 20
+CLUSTERED = 1.75  # times the cosine of a random direction to the nearest of as many: from there on, clusters are real
 ROWS_PER_CLUSTER = 10
-FOLDS = 5
-ONE_FOLD_FROM = 5000
 LEAST_ROWS = 20
-TERMS = ("far", "angle", "feature", "reach", "energy")
+LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
+_GAMMA, _MOST_LIKELY = 0.1, 10  # of the generalised entropy; fewer classes than that all count
+LEAST = -3.0  # deviations that a term lowers a score by at most: huge activations may give a huge confidence
+ANGLE_FROM = 100  # rows: the angle to the means of fewer says little
+TERMS = ("far", "angle", "reach", "doubt")
+_REASONS = {
+    "angle": f"it takes {ANGLE_FROM} examples",
+    "reach": "the model has no classes",
+    "doubt": "the model has no classes",
+}
 
 
 class TypicalityScorer(VectorScorer):
-    r"""Adds up to five terms, each standardised on in-distribution rows that it was not learnt from.
+    r"""Adds up to four terms, each standardised on in-distribution rows that it was not learnt from.
 
-    With :math:`x` the NMD vector, :math:`h` the penultimate feature, :math:`l` the logits and :math:`p` the softmax of
-    the logits divided by their usual deviation:
+    With :math:`x` the NMD vector, :math:`l` the logits and :math:`p` the softmax of the logits divided by their usual
+    deviation:
 
-    - *far*: :math:`\\sum_c a_c |x_c - \\sum_k p_k \\mu_{kc}| / w_c`, the distance from what the channel means of the predicted
-      class are, in units of the deviation within classes; :math:`a_c` is proportional to the share of the channel's
-      variance that the class explains;
+    - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from what the channel means of the predicted
+      class are, in units of the deviation within classes; :math:`a_c` grows with the share of the channel's variance that
+      the class explains. Once standardised, it is 0 at least: an input that lies nearer than usual gains nothing by it (and
+      no other term counts as less than -3);
     - *angle*: minus the largest cosine between :math:`x` and a class mean, after whitening;
-    - *feature*: the same of :math:`h`;
-    - *reach*: :math:`-\\log \\sum_k \\exp l_k` over the length of the whitened :math:`x`;
-    - *energy*: :math:`-\\log \\sum_k \\exp l_k`.
+    - *reach*: :math:`-\log \sum_k \exp l_k` over the length of the whitened :math:`x`;
+    - *doubt*: the generalised entropy of the softmax :math:`q` of the logits, :math:`\sum_k q_k^\gamma (1 - q_k)^\gamma` over
+      the most likely classes.
 
     Classes are the model's own predictions: no labels are needed. For a model without classes, clusters of the vectors'
-    last columns (those of the deepest layers) stand in for them, and the terms are *far* and *angle*.
+    last columns (those of the deepest layers) take their place, and the terms are *far* and *angle*. Where the vectors have
+    no such clusters there is one class, and the angle is replaced by the length of the whitened :math:`x`.
 
     Args:
         seed: Of the sketches and folds.
     """
 
     name = "typicality"
-    needs = frozenset({"logits", "feature"})
+    needs = frozenset({"logits"})
     options = ("seed",)
     learnt = (
         "keep_", "centre_", "within_", "weight_", "left_", "right_", "temperature_", "clusters_",
         "angle_offset_", "angle_whiten_", "angle_target_",
-        "feature_keep_", "feature_centre_", "feature_scale_", "feature_offset_", "feature_whiten_", "feature_target_",
-        "term_mean_", "term_std_",
+        "term_mean_", "term_std_", "used_",
     )  # fmt: skip
 
     keep_: Tensor
@@ -77,34 +89,88 @@ class TypicalityScorer(VectorScorer):
     weight_: Tensor
     term_mean_: Tensor
     term_std_: Tensor
+    used_: Tensor
+    angle_offset_: Tensor
 
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
+        self._most_clusters = CLUSTERS
 
     def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
         """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
+        return self
+
+    def fit_and_score(
+        self,
+        inliers: Any,
+        outliers: Any,
+        others: Any,
+        origin: Tensor,
+        *,
+        chosen: Tensor | None = None,
+        whole: bool = False,
+    ) -> Tensor:
+        """Learn as `fit` does, and score rows that were made of the inliers, each by what was learnt without its origin.
+
+        Args:
+            inliers: As for `fit`.
+            outliers: As for `fit`.
+            others: An `Observation` of M inputs, say of rotated copies.
+            origin: Which of the rows that are learnt from each was made of, int64 (M,).
+            chosen: As for `fit`.
+            whole: Whether to score all of them, where a fifth of many would be enough to measure on.
+
+        Returns:
+            Scores, shape (M,); NaN where the origin was in no fold.
+        """
         rows = torch.arange(len(inliers)) if chosen is None else chosen
         if len(rows) < LEAST_ROWS:
             raise InputError(
                 f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(rows)}."
             )
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed))
-        folds = 1 if len(rows) >= ONE_FOLD_FROM else FOLDS
-        values: list[Tensor] = []
-        for fold in range(folds):
-            apart = torch.zeros(len(rows), dtype=torch.bool)
-            apart[order[fold::FOLDS]] = True
-            self._learn(inliers, rows[~apart])
-            values.extend(self._terms(block) for block in inliers.blocks(rows[apart]))
-        terms = torch.cat(values)
+        self._most_clusters = CLUSTERS
+        made, terms = self._cross_fit(inliers, rows, others, origin, whole)
+        if len(self.clusters_) and -terms[:, 1].mean() < CLUSTERED * self._cosine_by_chance():
+            self._most_clusters = 1  # fresh rows are no nearer to the clusters' means than to any others
+            made, terms = self._cross_fit(inliers, rows, others, origin, whole)
         self._learn(inliers, chosen)
         self.term_mean_, self.term_std_ = terms.mean(dim=0), terms.std(dim=0).clamp_min(1e-12)
-        return self
+        has_classes = self._has_classes(inliers)
+        self.used_ = torch.tensor([1.0, float(len(rows) >= ANGLE_FROM), float(has_classes), float(has_classes)])
+        return self._standardise(made).sum(dim=1)
+
+    def _cross_fit(
+        self, inliers: Observation, rows: Tensor, others: Observation, origin: Tensor, whole: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the terms of `others` and of rows kept apart, (M, T) and (n, T), by what was learnt from the other folds."""
+        values: list[Tensor] = []
+        made = torch.full((len(others), len(TERMS)), torch.nan)
+        for apart in folds(len(rows), seed=self.seed, whole=whole):
+            self._learn(inliers, rows[~apart])
+            values.extend(self._terms(block) for block in inliers.blocks(rows[apart]))
+            if len(scored := apart[origin].nonzero()[:, 0]):
+                made[scored] = torch.cat([self._terms(block) for block in others.blocks(scored)])
+        return made, torch.cat(values)
+
+    def _cosine_by_chance(self) -> float:
+        count, width = len(self.clusters_) - 1, len(self.angle_offset_)
+        return math.sqrt(2 * math.log(count) / width)
+
+    def left_out(self) -> dict[str, str]:
+        """Return the terms that do not count, each with the reason."""
+        self.check_fitted()
+        return left_out(self.used_)
 
     def score(self, vectors: Any) -> Tensor:
         """Score each input of an `Observation`, shape (N,); higher = more OOD."""
+        return self.standard_terms(vectors).sum(dim=1)
+
+    def standard_terms(self, vectors: Any) -> Tensor:
+        """Return the terms of each input in units of their deviation, shape (N, T), adding up to the score."""
         self.check_fitted()
-        return ((self._terms(vectors) - self.term_mean_) / self.term_std_).sum(dim=1)
+        return self._standardise(self._terms(vectors))
 
     def score_batch(self, vectors: Any) -> Tensor:
         r"""Score an `Observation` as one batch; higher = more OOD.
@@ -115,30 +181,27 @@ class TypicalityScorer(VectorScorer):
         self.check_fitted()
         root = len(vectors) ** 0.5
         terms = self._terms(vectors).mean(dim=0)
-        scaled = (terms - self.term_mean_) * root
+        scaled = self.term_mean_ + (terms - self.term_mean_) * root
         residual = self._residual(self._standardised(vectors), vectors).mean(dim=0) * root
-        scaled[0] = (residual.abs() * self.weight_).sum() - self.term_mean_[0]
-        total: Tensor = (scaled / self.term_std_).sum()
-        return total
+        scaled[0] = (residual.abs() * self.weight_).sum()
+        return self._standardise(scaled[None]).sum()
 
     def contributions(self, vectors: Any) -> Tensor:
         """Share of each channel in *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
         standard = self._standardised(vectors)
         inner = self._residual(standard, vectors).abs() * self.weight_ / self.term_std_[0]
-        inner = inner + self._angle.by_column(standard) / self.term_std_[1]
+        inner = inner + self._angle.by_column(standard) * (self.used_[1] / self.term_std_[1])
         shares = torch.zeros_like(vectors.vector, dtype=inner.dtype)
         shares[:, self.keep_.long()] = inner
         return shares
 
     def terms(self, vectors: Any) -> dict[str, Tensor]:
-        """Return what belongs to no channel, (N,) each: *feature*, *reach*, *energy*, less their usual values, and a constant."""
-        values = self._terms(vectors) / self.term_std_
-        usual = self.term_mean_ / self.term_std_
-        constant = -usual[:2].sum().expand(len(values))
-        rest = values[:, 1] - self._angle.by_column(self._standardised(vectors)).sum(dim=1) / self.term_std_[1]
-        named = {name: values[:, index] - usual[index] for index, name in enumerate(TERMS) if index >= 2}
-        return {**named, "constant": constant + rest}
+        """Return what belongs to no channel, (N,) each: *reach*, *doubt*, less their usual values, and a constant."""
+        standard = self.standard_terms(vectors)
+        named = {name: standard[:, index] for index, name in enumerate(TERMS) if index >= 2}
+        # What is left of far and angle: their usual values, and what keeps far from being less than 0.
+        return {**named, "constant": standard[:, :2].sum(dim=1) - self.contributions(vectors).sum(dim=1)}
 
     def _learn(self, inliers: Observation, chosen: Tensor | None) -> Self:
         """Learn everything but the scale of the terms from the chosen rows, all if None."""
@@ -155,27 +218,20 @@ class TypicalityScorer(VectorScorer):
         rows = vectors.then(lambda block: block[:, keep].double())
         means, counts = class_means(rows, classes, len(known))
         within, share = explained_share(rows, means, classes, counts)
-        within = within.clamp_min(1e-12)
         centre = grand_mean(means, counts)
         shrunk = shrink_means(means, centre, counts, within, share)
         left, right = low_rank((shrunk - centre) / within, counts, RANK)
-        weight = share / share.sum() if share.sum() > 0 else torch.full_like(share, 1 / len(share))
+        weight = share_weights(share, len(vectors) - len(known))
         self.centre_, self.within_, self.weight_ = centre.float(), within.float(), weight.float()
         self.left_ = torch.zeros(n_classes, left.shape[1]).index_copy_(0, known, left.float())
         self.right_ = right.float().contiguous()
-        self._keep_angle("angle", rows, classes, len(known), centre, within)
-        self._learn_feature(inliers, chosen, classes, len(known))
+        angle = _Angle.of(
+            rows.then(lambda block: _in_deviations(block, centre, within)), classes, len(known), self.seed
+        )
+        for part in ("offset", "whiten", "target"):
+            # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
+            setattr(self, f"angle_{part}_", getattr(angle, part).contiguous())
         return self
-
-    def _learn_feature(self, inliers: Observation, chosen: Tensor | None, classes: Tensor, n_classes: int) -> None:
-        feature = Blocks(torch.zeros(len(inliers), 0) if inliers.feature is None else inliers.feature, chosen)
-        keep = distinct_columns(feature, seed=self.seed)
-        self.feature_keep_ = keep.int()
-        rows = feature.then(lambda block: block[:, keep].double())
-        moments = Moments.of_blocks(rows, len(keep))
-        middle, scale = moments.mean, moments.std.clamp_min(1e-12)
-        self.feature_centre_, self.feature_scale_ = middle.float(), scale.float()
-        self._keep_angle("feature", rows, classes, n_classes, middle, scale)
 
     def _learn_classes(self, logits: Tensor | None, vectors: Blocks, chosen: Tensor | None) -> tuple[Tensor, int]:
         """Return the class of each row and how many there are: the model's own predictions, or else clusters."""
@@ -188,7 +244,7 @@ class TypicalityScorer(VectorScorer):
 
     def _learn_clusters(self, vectors: Blocks) -> tuple[Tensor, int]:
         """Let clusters stand in for the classes of a model that has none; of few rows there is only one."""
-        count = min(CLUSTERS, len(vectors) // ROWS_PER_CLUSTER)
+        count = min(self._most_clusters, len(vectors) // ROWS_PER_CLUSTER)
         if count < 2:
             return torch.zeros(len(vectors), dtype=torch.int64), 1
         columns = self.keep_.long()
@@ -215,25 +271,10 @@ class TypicalityScorer(VectorScorer):
             return None
         return (observation.logits.float() / self.temperature_).softmax(dim=1)
 
-    def _keep_angle(
-        self, name: str, rows: Blocks, classes: Tensor, n_classes: int, centre: Tensor, scale: Tensor
-    ) -> None:
-        angle = _Angle.of(rows.then(lambda block: (block - centre) / scale), classes, n_classes, self.seed)
-        for part in ("offset", "whiten", "target"):
-            # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
-            setattr(self, f"{name}_{part}_", getattr(angle, part).contiguous())
-
     @cached_property
     def _angle(self) -> _Angle:
-        return self._make_angle("angle", len(self.centre_))
-
-    @cached_property
-    def _feature(self) -> _Angle:
-        return self._make_angle("feature", len(self.feature_centre_))
-
-    def _make_angle(self, name: str, width: int) -> _Angle:
-        parts = [getattr(self, f"{name}_{part}_") for part in ("offset", "whiten", "target")]
-        return _Angle(_hash_columns(width, self.seed), *parts)
+        parts = [getattr(self, f"angle_{part}_") for part in ("offset", "whiten", "target")]
+        return _Angle(_hash_columns(len(self.centre_), self.seed), *parts)
 
     # What is learnt is in single precision, whatever the model computes in.
 
@@ -242,8 +283,7 @@ class TypicalityScorer(VectorScorer):
 
     def _standardised(self, observation: Observation) -> Tensor:
         """Distance from the usual channel means in units of the within-class deviation, (N, D')."""
-        standard: Tensor = (self._distinct(observation) - self.centre_) / self.within_
-        return standard
+        return _in_deviations(self._distinct(observation), self.centre_, self.within_)
 
     def _residual(self, standard: Tensor, observation: Observation) -> Tensor:
         """The same from the channel means of the input's class, (N, D')."""
@@ -251,20 +291,51 @@ class TypicalityScorer(VectorScorer):
         return standard if membership is None else standard - membership @ self.left_ @ self.right_
 
     def _terms(self, observation: Observation) -> Tensor:
-        """Return the five terms of each input, (N, 5); one that the model has no signal for is 0."""
+        """Return the terms of each input, (N, T); one that the model has no signal for is 0."""
         standard = self._standardised(observation)
         far = self._residual(standard, observation).abs() @ self.weight_
         angle, length = self._angle.with_length(standard)
-        feature = energy = reach = torch.zeros_like(far)
-        if observation.feature is not None and len(self.feature_keep_):
-            kept = _choose(observation.feature, self.feature_keep_).float()
-            feature = self._feature.with_length((kept - self.feature_centre_) / self.feature_scale_)[0]
-        if observation.logits is not None and len(self.left_) > 1 and not len(self.clusters_):
-            # Minus the log-sum-exp, by one kernel where `logsumexp` takes ten.
-            output = observation.logits.float()
-            energy = output.log_softmax(dim=1)[:, 0] - output[:, 0]
-            reach = energy / length.clamp_min(1e-12)
-        return torch.stack([far, angle, feature, reach, energy], dim=1)
+        reach = doubt = torch.zeros_like(far)
+        if observation.logits is not None and self._has_classes(observation):
+            logits = observation.logits.float()
+            reach = -logits.logsumexp(dim=1) / length.clamp_min(1e-12)
+            doubt = generalised_entropy(logits)
+        return torch.stack([far, angle, reach, doubt], dim=1)
+
+    def _has_classes(self, observation: Observation) -> bool:
+        return observation.logits is not None and len(self.left_) > 1 and not len(self.clusters_)
+
+    def _standardise(self, terms: Tensor) -> Tensor:
+        standard = (terms - self.term_mean_) / self.term_std_ * self.used_
+        return torch.cat([standard[:, :1].clamp_min(0), standard[:, 1:].clamp_min(LEAST)], dim=1)
+
+
+def left_out(used: Tensor) -> dict[str, str]:
+    """Return the terms that do not count, each with the reason, given which do, (T,)."""
+    return {name: _REASONS[name] for name, counts in zip(TERMS, used.tolist(), strict=True) if not counts}
+
+
+def generalised_entropy(logits: Tensor) -> Tensor:
+    r"""Return :math:`\sum_k q_k^\gamma (1 - q_k)^\gamma` of the most likely classes of each row, shape (N,).
+
+    Liu, Lochman and Zach, GEN, CVPR 2023: :math:`\gamma = 0.1`, and of many classes the most likely tenth. Computed from
+    logarithms: in single precision :math:`1 - q` of a confident prediction would be 0.
+
+    Args:
+        logits: Shape (N, K), of at least two classes.
+    """
+    most = max(_MOST_LIKELY, logits.shape[1] // 10)
+    likely = logits.topk(min(most, logits.shape[1]), dim=1)
+    total = logits.logsumexp(dim=1, keepdim=True)
+    best = likely.indices[:, :1]
+    others = logits.scatter(1, best, float("-inf")).logsumexp(dim=1, keepdim=True) - total  # of the most likely class
+    log_q = likely.values - total
+    log_rest = torch.cat([others, torch.log1p(-log_q[:, 1:].exp())], dim=1)
+    return (_GAMMA * (log_q + log_rest)).exp().sum(dim=1)
+
+
+def _in_deviations(rows: Tensor, centre: Tensor, within: Tensor) -> Tensor:
+    return ((rows - centre) / within).clamp(-LIMIT, LIMIT)
 
 
 @dataclass(frozen=True)

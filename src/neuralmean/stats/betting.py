@@ -1,4 +1,4 @@
-r"""What p-values may look like after a change, as densities to bet on.
+r"""Densities of p-values after a change, to bet on.
 
 Beta(a, b) densities are for streams that changed as a whole (b > 1 if few inputs are typical), the mirror image for streams that
 look too typical, and mixtures :math:`1 - \epsilon + \epsilon\,\mathrm{Beta}(a, b)` for streams of which only some inputs
@@ -37,7 +37,7 @@ BETS = (
     Bet(0.05, 0.25, 4, share=0.15),
 )
 WEIGHTS: Floats = np.array([bet.weight for bet in BETS])
-_SMALLEST = 1e-12  # a p-value of 0 cannot come, but a rounded one must not bet infinity
+_SMALLEST = 1e-12  # p-values are above 0, but a rounded one must not give an infinite bet
 
 
 def log_densities(p_values: Floats) -> Floats:

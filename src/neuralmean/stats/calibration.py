@@ -1,7 +1,7 @@
 """Thresholds and p-values with a finite-sample guarantee, from scores of held-out in-distribution data.
 
 Split conformal prediction: if the n held-out scores and a fresh in-distribution score are exchangeable, the fresh one
-is flagged with probability at most the rate asked for, whatever the model and the scorer.
+is flagged with probability at most the requested rate, whatever the model and the scorer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Calibration:
 
     Attributes:
         scores: Sorted scores of held-out in-distribution inputs, shape (n,).
-        false_alarm_rate: The rate asked for.
-        confidence: Probability over the draw of the held-out set with which the rate holds; None for on average.
+        false_alarm_rate: The requested rate.
+        confidence: Probability over the draw of the held-out set with which the rate holds; None if it holds on average.
         group_names: Names of the groups for each of which the rate holds; empty if it holds over all inputs.
         group_of: Index in `group_names` of each score, (n,); None without groups.
     """
@@ -117,7 +117,7 @@ class Calibration:
 
     @cached_property
     def pool(self) -> Calibration:
-        """The calibration of the pooled groups, and of groups that were not there when it was made."""
+        """The calibration of the pooled groups, and of groups that were not in the held-out data."""
         if self.group_of is None:
             return self
         numbers = torch.tensor([self.group_names.index(name) for name in self.pooled], dtype=torch.int64)
@@ -169,7 +169,7 @@ class Calibration:
 
     @cached_property
     def level(self) -> float:
-        """The p-value at or below which an input is flagged: the rate, or less where a confidence was asked for."""
+        """The p-value at or below which an input is flagged: the rate, or less with a confidence."""
         if self.confidence is None:
             return self.false_alarm_rate
         count = len(self.scores)
@@ -204,7 +204,7 @@ class Calibration:
 
 @lru_cache
 def examples_needed(false_alarm_rate: float, confidence: float | None = None) -> int:
-    """Return how many held-out examples a false-alarm rate needs at the least.
+    """Return the smallest number of held-out examples that a false-alarm rate needs.
 
     Example:
         >>> examples_needed(0.05), examples_needed(0.001), examples_needed(0.05, 0.95)
@@ -216,6 +216,41 @@ def examples_needed(false_alarm_rate: float, confidence: float | None = None) ->
     while not _largest_rank(needed, false_alarm_rate, confidence):
         needed += 1
     return needed
+
+
+def likely_rates(count: int, level: float, *, share: float = 0.95) -> tuple[float, float]:
+    r"""Return the range in which the false-alarm rate of a threshold lies for that share of all draws of scores.
+
+    The threshold that leaves j of n + 1 scores above it has a rate that follows :math:`\mathrm{Beta}(j, n + 1 - j)`.
+
+    Args:
+        count: How many scores set the threshold.
+        level: The rate on average.
+        share: Of the draws.
+
+    Example:
+        >>> [round(rate, 3) for rate in likely_rates(199, 0.05)]
+        [0.024, 0.084]
+    """
+    from scipy.special import betaincinv  # comes with scikit-learn
+
+    rank = max(1, math.floor(_exact(level) * (count + 1)))
+    low, high = (float(betaincinv(rank, max(count + 1 - rank, 1), tail)) for tail in ((1 - share) / 2, (1 + share) / 2))
+    return low, high
+
+
+def examples_for_twice(rate: float) -> int:
+    """Return how many scores keep the rate of a threshold below twice the one asked for, in 39 of 40 draws.
+
+    Example:
+        >>> examples_for_twice(0.05)
+        119
+    """
+    needed = examples_needed(rate)
+    count = needed
+    while likely_rates(count, rate)[1] > 2 * rate:
+        count += needed + 1
+    return count
 
 
 def check_enough(
@@ -266,5 +301,5 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _exact(rate: float) -> Fraction:
-    """Return the rate as the decimal that was meant: 0.05 rather than 0.05000000000000000277."""
+    """Return the rate as the decimal that was written: 0.05 rather than 0.05000000000000000277."""
     return Fraction(repr(float(rate)))

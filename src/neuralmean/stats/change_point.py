@@ -1,4 +1,4 @@
-"""Since when a stream has been different: an interval, from the gains of the bets on its items."""
+"""When a stream changed: an interval, from the gains of the bets on its items."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Floats = NDArray[np.float64]
 
 
 def change_interval(log_gains: Floats, weights: Floats, *, probability: float = 0.9) -> tuple[int, int]:
-    """Return the first and the last row at which the change may have come, by Bayes' rule with all rows equally likely.
+    """Return the first and the last row at which the change may have happened, by Bayes' rule with a uniform prior.
 
     Args:
-        log_gains: What each bet gains on each item, if the change has come by then, (N, K).
-        weights: How likely each bet is the right one, (K,).
-        probability: Of the change to have come within the interval, if one of the bets is right.
+        log_gains: Log gain of each bet on each item after the change, (N, K).
+        weights: Prior probability of each bet, (K,).
+        probability: Probability that the change is inside the interval, if one of the bets is right.
 
     Example:
         >>> change_interval(np.array([[-4.0], [-4.0], [4.0], [4.0], [4.0]]), np.ones(1))

@@ -1,4 +1,4 @@
-"""How far apart the items of a stream must be to be nearly independent, from their ranks."""
+"""Estimates how far apart the items of a stream must be to be nearly independent, from their ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LEVELS = (1, 4, 16, 64, 256, 1024)  # of every so many items, one is used
-_REST = 0.1  # correlation of neighbours that is left at the chosen level
+LEVELS = (1, 4, 16, 64, 256, 1024)  # one of every so many items is used
+_REST = 0.1  # largest remaining correlation of neighbours at the chosen level
 
 
 def spacing(values: Floats, changed_at: int | None = None) -> int:
@@ -20,8 +20,8 @@ def spacing(values: Floats, changed_at: int | None = None) -> int:
 
     Args:
         values: The scores of the latest items, oldest first.
-        changed_at: Where a change may have come. Ranks are taken before and after it apart, as a change alone would look like
-            correlation.
+        changed_at: Where a change may have happened. Ranks are computed separately before and after it, because a change
+            would look like correlation.
 
     Example:
         >>> walk = np.cumsum(np.random.default_rng(0).normal(size=500))
@@ -44,7 +44,7 @@ def spacing(values: Floats, changed_at: int | None = None) -> int:
 
 
 def _centred_ranks(values: Floats) -> Floats:
-    """Return ranks less their mean, equal values sharing one."""
+    """Return ranks minus their mean; equal values share a rank."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     ranks: Floats = (ends - (counts - 1) / 2)[places]

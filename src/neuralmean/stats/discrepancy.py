@@ -38,7 +38,7 @@ def neural_mean_discrepancy(channel_means: Tensor, reference_mean: Tensor) -> Te
     .. math::
         \mathrm{NMD}_c^l(x) = \mu[f_c^l(x)] - \mu[f_c^l(D_{tr})]
 
-    (Dong et al., CVPR 2022, Eq. 5, for one example or for the row that `pool_batch` makes of a batch.)
+    (Dong et al., CVPR 2022, Eq. 5, for one example, or for a batch pooled by `pool_batch`.)
 
     Args:
         channel_means: Shape (N, D).
@@ -74,7 +74,7 @@ def neural_variance_discrepancy(channel_variances: Tensor, reference_std: Tensor
 
 
 def discrepancy(means: Tensor, variances: Tensor | None, reference: TrainingStatistics, statistic: Statistic) -> Tensor:
-    """Return the (N, D) vectors of `statistic`; for `"both"` NMD and NVD side by side, (N, 2 D)."""
+    """Return the (N, D) vectors of `statistic`; for `"both"` NMD and NVD concatenated, (N, 2 D)."""
     parts = []
     if statistic in ("mean", "both"):
         known = reference.mean_single if means.dtype is torch.float32 else reference.mean
@@ -91,11 +91,11 @@ def discrepancy(means: Tensor, variances: Tensor | None, reference: TrainingStat
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """Makes discrepancy vectors of channel statistics.
+    """Computes discrepancy vectors from channel statistics.
 
     Attributes:
         statistic: Which ones.
-        reference: What the training data looks like; None as long as nobody knows.
+        reference: What the training data looks like; None as long as it is unknown.
         scale: Moments of the vectors, by which those of `"both"` are standardised; None before `fit`.
     """
 
@@ -118,9 +118,9 @@ class Vectors:
 
 
 def scale_of(moments: Moments) -> Tensor:
-    """Return what each column of vectors of these moments is divided by where they are standardised, (D,).
+    """Return the divisors that standardise columns with these moments, (D,).
 
-    That is its deviation; a column that hardly varies, a dead channel's, must not outweigh the others.
+    They are the deviations, bounded below so that a dead channel, which hardly varies, does not outweigh the others.
     """
     std = moments.std
     return std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12)
@@ -155,7 +155,7 @@ def vector_layers(layers: Sequence[Layer], statistic: Statistic) -> Tensor:
 
 
 def sum_by_layer(by_channel: Tensor, column_layers: Tensor, n_layers: int) -> Tensor:
-    """Add up the columns of each layer, (N, D) to (N, L); `vector_layers` says which these are."""
+    """Sum the columns of each layer, (N, D) to (N, L); `vector_layers` gives the layer of each column."""
     result = torch.zeros(len(by_channel), n_layers, dtype=by_channel.dtype)
     return result.index_add_(1, column_layers, by_channel)
 

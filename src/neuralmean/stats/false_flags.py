@@ -1,8 +1,8 @@
-"""Lists of flags with a bound: which to look at, and how many of them may be false.
+"""Bounds on false flags: which inputs to review, and how many flags may be false.
 
 The p-values of a batch share one held-out set, so they are not independent. If held-out and in-distribution scores are
-exchangeable, the joint law of their ranks is known all the same, and it is the same for every score without ties. With ties
-p-values only get larger.
+exchangeable, the joint distribution of their ranks is known nevertheless, and is the same for every score without ties. Ties
+only make p-values larger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDS = 8
 
 
 def benjamini_hochberg(p_values: Floats, fdr: float) -> NDArray[np.bool_]:
-    """Return which to select so that on average at most a share `fdr` of them is false, shape (N,).
+    """Return which inputs to select so that on average at most a share `fdr` of them is false, shape (N,).
 
     Conformal p-values of in-distribution inputs are positively dependent, for which the procedure holds (Bates, Candès, Lei,
     Romano and Sesia, "Testing for outliers with conformal p-values", Ann. Statist. 51, 2023).
@@ -43,7 +43,7 @@ def most_false_flags(p_values: Floats, n_held_out: int, level: float, confidence
 
 
 def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> int:
-    r"""Return how many inputs with a rank of at most `rank` are false flags at the most, with a confidence.
+    r"""Return an upper bound on the number of false flags among inputs with a rank of at most `rank`, with a confidence.
 
     The bound holds for all ranks at once, so `rank` may be chosen after looking. For m in-distribution inputs among the N,
     the numbers :math:`V_j` with a rank of at most j are simulated, and :math:`B_j` is a bound on all of them together. As
@@ -54,7 +54,7 @@ def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> in
         ranks: :math:`p (n + 1)` of each input: 1 for a score above all held-out ones, shape (N,).
         n_held_out: How many held-out scores there are.
         rank: Inputs with this rank or a smaller one are flagged.
-        confidence: Of the bound.
+        confidence: Confidence of the bound.
     """
     grid = _grid(n_held_out)
     flags = np.searchsorted(np.sort(ranks), grid, "right")
@@ -67,13 +67,13 @@ def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> in
         if fewer == n_inliers or not fewer:
             break
         n_inliers = fewer
-    # Between two places of the grid: all that lies beyond the one before may be false, and no more than at the one after.
+    # Between two grid points: everything beyond the previous one may be false, but no more than at the next one.
     at_most = np.where(grid <= rank, bounds + n_flags - flags, bounds)
     return int(min(n_flags, n_inliers, at_most.min(initial=n_flags, where=(grid <= rank) | _next(grid, rank))))
 
 
 def _next(grid: Ints, rank: int) -> NDArray[np.bool_]:
-    """Mark the first place of the grid at or after a rank."""
+    """Mark the first grid point at or after a rank."""
     marks: NDArray[np.bool_] = np.arange(len(grid)) == np.searchsorted(grid, rank)
     return marks
 
@@ -87,11 +87,11 @@ def _grid(n_held_out: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def _bounds(n_held_out: int, n_inliers: int, confidence: float) -> Ints:
-    """Return a number for each rank of the grid that all counts stay within at once, with the confidence."""
+    """Return a bound for each rank of the grid that all counts satisfy at once, with the confidence."""
     grid = _grid(n_held_out)
     shape = np.sort(_counts(n_held_out, n_inliers, grid, 0), axis=0)
     height = _counts(n_held_out, n_inliers, grid, 1)
-    # How far out a run lies in the simulated counts, at its farthest: the same for the real run, which is one more of them.
+    # The most extreme quantile of each run among the simulated counts; the real run is exchangeable with them.
     beyond = [_RUNS - np.searchsorted(column, new, "left") for column, new in zip(shape.T, height.T, strict=True)]
     farthest = np.sort(np.stack(beyond).min(axis=0))
     allowed = int((1 - confidence) * (_RUNS + 1))

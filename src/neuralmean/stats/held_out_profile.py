@@ -1,8 +1,8 @@
-r"""What held-out data looks like, channel by channel: what a stream of inputs is compared with.
+r"""Statistics of held-out data, channel by channel, with which a stream of inputs is compared.
 
-Of n inputs that are like the held-out data, the mean of a channel lies off by chance, by :math:`1/\sqrt n` of its deviation.
-How far a whole layer may lie off depends on how its channels move: many independent ones even each other out, channels that all
-say the same do not. The eigenvalues of their correlations tell.
+The mean of a channel over n inputs like the held-out data differs by chance, by :math:`1/\sqrt n` of its deviation.
+How much a whole layer may differ depends on the correlations of its channels: independent deviations average out, identical
+ones do not. The eigenvalues of the correlations measure this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neuralmean.stats.discrepancy import sum_by_layer
 from neuralmean.stats.moments import Moments
 
 _SAMPLE = 256  # rows that correlations are taken from
-_DEAD = 1e-3  # of the mean deviation of a layer's channels: what varies less, varies by rounding
+_DEAD = 1e-3  # of the mean deviation of a layer's channels; smaller variation is rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ class HeldOutProfile:
     Attributes:
         columns: The layer of each column, (D,).
         moments: Of the columns, (D,).
-        squares: :math:`\sum_i \lambda_i^2` of each layer, (L,): 1 over how many independent channels it is worth.
-        largest: At least :math:`\max_i \lambda_i`, and hardly more, (L,).
+        squares: :math:`\sum_i \lambda_i^2` of each layer, (L,): the inverse of its effective number of independent channels.
+        largest: A tight upper bound of :math:`\max_i \lambda_i`, (L,).
     """
 
     columns: Tensor
@@ -43,7 +43,7 @@ class HeldOutProfile:
 
     @classmethod
     def bare(cls, columns: Tensor, moments: Moments, n_layers: int) -> HeldOutProfile:
-        """Return a profile of which only moments are known: the channels of a layer might all move as one."""
+        """Return a profile with moments only, in which the channels of a layer may be fully correlated."""
         ones = torch.ones(n_layers, dtype=torch.float64)
         return cls(columns, moments, ones, ones)
 
@@ -87,7 +87,7 @@ class HeldOutProfile:
 
 
 class ProfileBuilder:
-    """Makes a `HeldOutProfile` of vectors as they come, however they come.
+    """Builds a `HeldOutProfile` from vectors that arrive in parts, whatever the parts.
 
     Args:
         columns: The layer of each column, (D,).
@@ -100,10 +100,10 @@ class ProfileBuilder:
         # The rows with the smallest of seeded random keys: a random sample.
         self._random = np.random.default_rng(0)
         self._keys, self._rows = list[Tensor](), list[Tensor]()
-        self._n_kept, self._end = 0, math.inf  # no row with a larger key is wanted any more
+        self._n_kept, self._end = 0, math.inf  # rows with larger keys are no longer needed
 
     def add(self, vectors: Tensor) -> None:
-        """Take more rows in, (N, D)."""
+        """Add rows, (N, D)."""
         self._moments += Moments.of(vectors)
         keys = torch.from_numpy(self._random.random(len(vectors)))
         wanted = (keys < self._end).nonzero()[:, 0]
@@ -122,7 +122,7 @@ class ProfileBuilder:
             self._end = keys[_SAMPLE - 1].item()
 
     def profile(self) -> HeldOutProfile:
-        """Return what was seen."""
+        """Return the profile of the rows so far."""
         self._thin()
         (sample,) = self._rows
         found = [_together(sample[:, self._columns == layer].double()) for layer in range(self._n_layers)]
@@ -131,7 +131,7 @@ class ProfileBuilder:
 
 
 def _together(rows: Tensor) -> tuple[float, float]:
-    """Return what a `HeldOutProfile` has of the eigenvalues of a layer, given its rows, (N, C).
+    """Return `squares` and `largest` of a layer, given its rows, (N, C).
 
     The largest of some numbers is at most the fourth root of the sum of their fourth powers.
     """

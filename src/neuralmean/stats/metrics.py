@@ -1,11 +1,11 @@
-r"""How well scores tell in-distribution from out-of-distribution: AUROC, AUPR, TNR95, FPR95, detection accuracy.
+r"""How well scores separate in-distribution from out-of-distribution data: AUROC, AUPR, TNR95, FPR95, detection accuracy.
 
 Everywhere `id_scores` and `ood_scores` are scores of which HIGHER = MORE OOD, and every figure is in percent. The
 positive class is in-distribution, as in the paper and in the ODIN and Mahalanobis papers before it: the true-positive
 rate is the share of ID kept, the true-negative rate the share of OOD rejected. Numpy only; no model, no plot.
 
-All figures come from one thing: how many scores of each kind lie at each distinct value, from the least to the most
-unusual. Scores that tie are therefore never told apart by the order they came in.
+All figures are computed from the counts of both kinds at each distinct score, from the least to the most
+unusual. Tied scores therefore never depend on the order of the inputs.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Figures of one pair of sets, in percent; ID is the positive class.
+    """Metrics of one pair of sets, in percent; ID is the positive class.
 
     Attributes:
         auroc: Chance that an OOD example scores above an ID example, ties counting half. 50 is guessing.
         aupr_id: Average precision with ID as the positive class.
         aupr_ood: Average precision with OOD as the positive class.
         tnr95: Share of OOD rejected when at least 95 % of ID is kept. Higher is better.
-        fpr95: Share of OOD that slips through then, 100 - `tnr95`. Lower is better.
+        fpr95: Share of OOD accepted at that threshold, 100 - `tnr95`. Lower is better.
         accuracy: Detection accuracy with equal priors, the best over all thresholds of (TPR + TNR) / 2.
-        n_id: How many ID scores there were.
-        n_ood: How many OOD scores there were.
+        n_id: Number of ID scores.
+        n_ood: Number of OOD scores.
     """
 
     auroc: float
@@ -112,16 +112,16 @@ def bootstrap(
 ) -> dict[str, Interval]:
     """Percentile bootstrap confidence interval of every figure of `evaluate`, by its name.
 
-    ID and OOD are resampled each for itself, with their sizes kept. The scores are sorted once; a resample is then only
+    ID and OOD are resampled separately, with their sizes kept. The scores are sorted once; a resample is then only
     a new set of counts.
 
     Args:
         id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
         ood_scores: Scores of out-of-distribution examples, shape (M,).
-        resamples: How many resamples to draw.
+        resamples: Number of resamples.
         confidence: Share of the resamples inside the interval.
         seed: The same seed gives the same intervals.
-        aupr: Whether the two areas under precision-recall curves are wanted: they take half of the time.
+        aupr: Whether to compute the two areas under precision-recall curves, which take half of the time.
     """
     if resamples < 1:
         raise InputError(f"Expected `resamples` to be at least 1, but got {resamples!r}.")
@@ -148,7 +148,7 @@ def roc_curve(id_scores: ArrayLike, ood_scores: ArrayLike, *, max_points: int | 
     Args:
         id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
         ood_scores: Scores of out-of-distribution examples, shape (M,).
-        max_points: Keep at most this many points, both ends among them, for a plot; None keeps all.
+        max_points: Keep at most this many points, including both ends, for a plot; None keeps all.
     """
     if max_points is not None and max_points < 2:
         raise InputError(f"Expected `max_points` to be None or at least 2, but got {max_points!r}.")
@@ -167,7 +167,7 @@ def roc_curve(id_scores: ArrayLike, ood_scores: ArrayLike, *, max_points: int | 
 
 
 def _count(inliers: Scores, outliers: Scores) -> tuple[Scores, Counts, Counts]:
-    """Distinct scores in rising order, and how many of each kind lie at each."""
+    """Distinct scores in rising order, and the number of each kind at each."""
     values, where = np.unique(np.concatenate([inliers, outliers]), return_inverse=True)
     id_counts = np.bincount(where[: len(inliers)], minlength=len(values))
     ood_counts = np.bincount(where[len(inliers) :], minlength=len(values))
@@ -187,7 +187,7 @@ def _areas_and_rates(id_counts: Counts, ood_counts: Counts) -> dict[str, float]:
     n_id, n_ood = int(id_below[-1]), int(ood_below[-1])
     # Twice the number of (ID, OOD) pairs in the right order, ties once.
     pairs = int(np.dot(ood_counts, 2 * id_below - id_counts))
-    kept = -(-_KEEP_PERCENT * n_id // 100)  # the fewest of ID that are 95 %
+    kept = -(-_KEEP_PERCENT * n_id // 100)  # the smallest number of ID that is 95 %
     tnr95 = 100.0 * (n_ood - int(ood_below[np.searchsorted(id_below, kept)])) / n_ood
     # A threshold below every score keeps nothing: (0 + 1) / 2.
     gap = max(0, int(np.max(id_below * n_ood - ood_below * n_id)))
@@ -210,7 +210,7 @@ def _precisions(id_counts: Counts, ood_counts: Counts) -> dict[str, float]:
 
 
 def _average_precision(hits: Counts, hits_so_far: Counts, all_so_far: Counts) -> float:
-    # A resample can leave the first values empty: 0 / 0, at recall 0, which counts for nothing.
+    # A resample can leave the first values empty: 0 / 0 at recall 0, with no weight.
     precision = hits_so_far / np.maximum(all_so_far, 1)
     return float(100.0 * np.dot(hits, precision) / hits_so_far[-1])
 

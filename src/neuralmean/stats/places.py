@@ -1,14 +1,14 @@
-r"""From the share of each channel in a score to the share of each place: pure functions of activations.
+r"""Splits the contribution of each channel to a score over its positions: pure functions of activations.
 
-A channel mean is a sum over positions, so what a channel adds to a score can be split over its positions without a remainder.
-With :math:`s_c` what channel c adds, :math:`a_{cp}` its activation at position p and :math:`m_c` its mean over the training
-data, position p receives
+A channel mean is a sum over positions, so the contribution of a channel to a score can be split over its positions without
+a remainder. With :math:`s_c` the contribution of channel c, :math:`a_{cp}` its activation at position p and :math:`m_c` its
+mean over the training data, position p receives
 
 .. math::
     s_c \, \frac{(a_{cp} - m_c)^4}{\sum_q (a_{cq} - m_c)^4}.
 
-The split that is linear in :math:`a_{cp} - m_c` adds up just as well, but the structure of any natural image drowns the unusual
-place in it.
+The split that is linear in :math:`a_{cp} - m_c` adds up just as well, but in it the structure of any natural image hides the
+unusual place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_PREFIX_TOKENS = 16  # class and register tokens before the patches of a vi
 
 
 def position_weights(activation: Tensor, centre: Tensor, *, channels_last: bool = False) -> Tensor:
-    """Return how much each position of each channel stands out: the fourth power of its distance, a new tensor (N, C, P).
+    """Return the fourth power of the distance of each position from its channel's mean, a new tensor (N, C, P).
 
     Args:
         activation: Shape (N, C, ...), or (N, ..., C) with `channels_last`.
@@ -39,11 +39,11 @@ def position_weights(activation: Tensor, centre: Tensor, *, channels_last: bool 
 
 
 def split_over_positions(weights: Tensor, shares: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Share of each position in what a layer adds to the score, float64 (N, P), adding up to the shares.
+    """Return the contribution of each position of a layer to the score, float64 (N, P); they sum to that of the layer.
 
     Args:
         weights: What `position_weights` returned, shape (N, C, P).
-        shares: What each channel adds to the score, shape (N, C).
+        shares: Contribution of each channel to the score, shape (N, C).
         mask: Shape (N, P): the positions that count.
 
     Example:
@@ -59,7 +59,7 @@ def split_over_positions(weights: Tensor, shares: Tensor, mask: Tensor | None = 
     if not bool(total.sum().isfinite()):  # a power overflowed
         weights = weights.masked_fill(~total.isfinite().unsqueeze(2), 0.0)
     maps = torch.bmm(parts.unsqueeze(1), weights).squeeze(1).double()
-    # Channels without any distance, or beyond all measure, belong to every position alike; so does what rounding left over.
+    # Channels with zero or overflowing distances are spread evenly; so is the rounding error.
     even = torch.ones_like(maps) if mask is None else mask.to(maps.dtype)
     rest = shares.double().sum(dim=1, keepdim=True) - maps.sum(dim=1, keepdim=True)
     return maps + even * (rest / even.sum(dim=1, keepdim=True).clamp_min(1))
@@ -80,7 +80,7 @@ def enlarge(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def patch_grid(n_tokens: int, size: Sequence[int]) -> tuple[int, tuple[int, int]] | None:
-    """Return how many tokens come before those of patches, and the grid of patches of an image of this size.
+    """Return the number of tokens before the patches, and the grid of patches of an image of this size.
 
     None where the tokens form no grid of square patches.
 

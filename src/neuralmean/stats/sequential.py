@@ -1,8 +1,8 @@
 """The mathematics of a sequential test on a stream: exact online ranks, and evidence that may be checked at any time.
 
 `OnlineRanks` turns scores into p-values that are independent and uniform as long as the stream is exchangeable with the
-scores it starts from. `FixedBins` counts scores in bins that the first scores cut and that never change. `Evidence` bets on both:
-see `betting`. Numbers in, numbers out: nothing here knows what a model, a window or a file is.
+scores it starts from. `FixedBins` counts scores in fixed bins between the first scores. `Evidence` bets on both:
+see `betting`. Independent of models, windows and files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CAPACITY = 10_000
 
 
 class OnlineRanks:
-    r"""P-values of a stream against all that came before it, exact at any sample size, in bounded memory.
+    r"""P-values of each item of a stream against all earlier ones, exact at any sample size, in bounded memory.
 
     The usual conformal p-value compares every item with the same n held-out scores. Those p-values are uniform one by
-    one but not independent: a held-out set that happens to lie low makes all of them small, and any test over a long
+    one but not independent: a held-out set that happens to score low makes all of them small, and any test over a long
     stream ends in a false alarm. Here an item is ranked among the held-out scores *and* the stream so far, with ties
     broken at random (Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", Prop. 2.4):
 
@@ -32,15 +32,15 @@ class OnlineRanks:
 
     where t counts the held-out scores too. If all scores are exchangeable, the :math:`p_t` are independent and uniform.
 
-    Memory is bounded: the first `capacity` scores are kept as they are and cut the line into intervals. Of later scores
+    Memory is bounded: the first `capacity` scores are kept and divide the line into intervals. Of later scores
     only the interval is kept. Given the intervals so far, the next score falls into interval j with probability
     :math:`(1 + c_j) / t` whatever its distribution (a Pólya urn), so an item that shares an interval with others counts
     as tied with them, and the p-values stay independent and uniform.
 
     Args:
         scores: Held-out scores to start from, in any order; may be empty.
-        capacity: How many scores are kept as they are.
-        seed: Of the ties and the U.
+        capacity: Number of scores that are kept exactly.
+        seed: Seed of the random ties and of U.
 
     Example:
         >>> ranks = OnlineRanks([1.0, 2.0, 3.0])
@@ -113,7 +113,7 @@ class OnlineRanks:
         return p_value
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """Return what `restore` needs: arrays by name, and JSON values."""
+        """Return the state for `restore`: arrays by name, and JSON values."""
         arrays = {"scores": self._scores[: self._n_kept], "ties": self._ties[: self._n_kept], "counts": self._counts}
         return arrays, {"capacity": self.capacity, "random": self._random.bit_generator.state}
 
@@ -179,7 +179,7 @@ def _bin_places(count: int) -> NDArray[np.int64]:
 
 
 class Evidence:
-    r"""How strongly a stream speaks against "nothing has changed", safe to look at after every item.
+    r"""Evidence against "nothing has changed", valid at every item however often it is read.
 
     A gambler starts with 1 and bets on each item before seeing it. While nothing has changed no bet is favourable, and by
     Ville's inequality the capital *ever* reaches :math:`1 / \alpha` with probability at most :math:`\alpha`, over all time. The
@@ -188,7 +188,7 @@ class Evidence:
     .. math::
         M_t = T(t) + \sum_k v_k \sum_{s \le t} w_s \prod_{i=s}^{t} f_k(i), \qquad w_s = T(s - 1) - T(s)
 
-    with the reserve :math:`T(t) = 0.3\,(1 + \ln(1 + t))^{-1/2} + 0.7\,(1 + t / 300)^{-0.3}`. A long quiet time costs little:
+    with the reserve :math:`T(t) = 0.3\,(1 + \ln(1 + t))^{-1/2} + 0.7\,(1 + t / 300)^{-0.3}`. Waiting costs little:
     :math:`-\ln w_s` is 2.7, 7.4, 9.9, 14.7 and 17.7 after 1, 100, 2,000, :math:`10^5` and :math:`10^6` items.
     Averages of such processes are such processes, so bets against a growing and against a fixed reference share one capital.
 
@@ -205,7 +205,7 @@ class Evidence:
     @property
     def log_value(self) -> float:
         """Natural logarithm of the capital."""
-        return float(self._log_values(self._log_bets[None], np.array([self.n]))[0])
+        return float(self._log_values(self._log_bets[None], _reserve(np.array([self.n])))[0])
 
     def update(self, log_gains: Floats) -> Floats:
         """Return the logarithm of the capital after each of the next items, (N,), given the gain of each bet, (N, K)."""
@@ -217,17 +217,17 @@ class Evidence:
             self._log_bets = np.logaddexp(self._log_bets, log_weight) + gain
             bets[row] = self._log_bets
         self.n += len(log_gains)
-        log_values = self._log_values(bets, times[1:])
+        log_values = self._log_values(bets, reserve[1:])
         self.log_peak = max([self.log_peak, *log_values.tolist()])
         return log_values
 
-    def _log_values(self, log_bets: Floats, times: NDArray[np.int64]) -> Floats:
+    def _log_values(self, log_bets: Floats, reserve: Floats) -> Floats:
         bets: Floats = np.logaddexp.reduce(log_bets + self._log_shares, axis=1)
-        values: Floats = np.logaddexp(np.log(_reserve(times)), bets)
+        values: Floats = np.logaddexp(np.log(reserve), bets)
         return values
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON values."""
+        """Return the state for `restore`, as JSON values."""
         return {"n": self.n, "log_peak": self.log_peak, "log_bets": self._log_bets.tolist() if self.n else None}
 
     @classmethod

@@ -37,7 +37,7 @@ class TestArrays:
             (np.zeros((0, 4, 4, 3), np.uint8), "it has no images"),
             (
                 np.asfortranarray(np.zeros((2, 4, 4, 3), np.uint8)),
-                "they lie in column order".replace("they", "its images"),
+                "its images are in column order",
             ),
             (np.array([object()]), "its images must be uint8"),
         ],

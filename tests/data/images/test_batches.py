@@ -73,7 +73,7 @@ class TestBatches:
         next(iterator)
         (many / "149.png").unlink()
         assert sum(len(names) for _, names in iterator) == 139
-        assert batches.unreadable[0].reason == "the system said: No such file or directory"
+        assert batches.unreadable[0].reason == "the system reported: No such file or directory"
 
     @pytest.mark.parametrize("workers", [0, 2])
     @pytest.mark.parametrize("name", ["a.npz", "a.npy"])

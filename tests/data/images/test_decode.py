@@ -207,7 +207,7 @@ class TestDecoding:
     @pytest.mark.parametrize(
         ("make", "reason"),
         [
-            (lambda path: None, "the system said: No such file or directory"),
+            (lambda path: None, "the system reported: No such file or directory"),
             (lambda path: path.mkdir(), "it is not a file"),
             (lambda path: path.write_bytes(b""), "the file is empty"),
             (lambda path: path.write_text("hello"), "it is not a PNG"),

@@ -99,7 +99,7 @@ class TestFinding:
 
         monkeypatch.setattr(os, "scandir", refuse)
         found = [(Path(s.path).name, s.kind, s.reason) for s in find_inputs(folder / "sub")]
-        assert found == [("deep", "unreadable", "the system said: Permission denied"), ("z.webp", "image", "")]
+        assert found == [("deep", "unreadable", "the system reported: Permission denied"), ("z.webp", "image", "")]
 
     def test_folders_may_be_nested_deeper_than_python_recurses(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

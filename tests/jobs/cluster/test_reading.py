@@ -71,9 +71,9 @@ class TestReading:
     @pytest.mark.parametrize(
         ("value", "reason"),
         [
-            (None, "there is nothing in this row"),
+            (None, "this row is empty"),
             ("photo.png", "the row holds text"),
-            ([[1, 2], [3]], "no array of one shape"),
+            ([[1, 2], [3]], "not an array of one shape"),
             ([[300]], "must be uint8"),
             ([[[1, 2]]], "must be uint8"),
         ],

@@ -12,8 +12,9 @@ import torch
 
 from neuralmean import Detector
 from neuralmean.errors import InputError, ModelMismatchError
+from neuralmean.files.cache import cache_folder
 from neuralmean.recording.graph import compiled, frozen
-from neuralmean.recording.graph.compiled import cache_folder, check_compiler
+from neuralmean.recording.graph.compiled import check_compiler
 from neuralmean.service.freezing import freeze_later
 from neuralmean.service.workers import Runner, Threads
 from tests.conftest import count_hooks, make_trained
@@ -137,7 +138,7 @@ def test_a_copy_runs_the_model(detector, copied):
 
 
 def test_a_package_is_compiled_once_and_only_its_owner_may_write_to_it(detector, eager, monkeypatch):
-    folder = cache_folder()
+    folder = cache_folder("graphs")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     assert len(before) == 2
     assert folder.stat().st_mode & 0o077 == 0 or sys.platform == "win32"
@@ -209,13 +210,13 @@ def test_without_a_compiler_what_to_install_is_named(eager, monkeypatch):
 def test_a_cache_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache_folder().chmod(0o770)
+    cache_folder("graphs").chmod(0o770)
     with pytest.raises(InputError, match="must be a folder of your own that nobody else may use"):
-        cache_folder()
+        cache_folder("graphs")
     cache_folder_path = tmp_path / "neuralmean" / "graphs"
     cache_folder_path.rmdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     cache_folder_path.symlink_to(elsewhere)
     with pytest.raises(InputError, match="must be a folder of your own"):
-        cache_folder()
+        cache_folder("graphs")

@@ -36,30 +36,48 @@ class Cntk(Method):
 
     The kernel is that of ConvNet-4 with ReLU and infinitely many channels; batch norms have no part in it. It depends
     on the architecture only: the weights are not used.
+
+    Args:
+        inliers: How many images the kernel is evaluated at.
+        normalised: Whether kernel values are divided by those of the images with themselves, which takes out their contrast.
     """
 
     name = "cntk"
     title = "CNTK"
     paper = "Arora et al., On Exact Computation with an Infinitely Wide Neural Net, NeurIPS 2019"
     reads = frozenset({"images"})
-    most_inliers = INLIERS
+    most_inliers: int | None = INLIERS
     heavy = True
 
-    def __init__(self) -> None:
+    def __init__(self, inliers: int = INLIERS, *, normalised: bool = False) -> None:
+        self.most_inliers = self._count = inliers
+        self._normalised = normalised
         self._inliers: Tensor | None = None
+        self._norms = torch.zeros(0)
+        if (inliers, normalised) != (INLIERS, False):
+            self.name = f"{self.name}-{inliers}{'-normalised' if normalised else ''}"
 
     def fit(self, context: Context) -> None:
         """Keep some of the inliers."""
-        rows = hold_out(len(context.inliers), seed=context.seed, share=1.0, most=INLIERS).validation
+        rows = hold_out(len(context.inliers), seed=context.seed, share=1.0, most=self._count).validation
         self._inliers = torch.cat(list(batches_of(context.trained, context.inliers, rows)))
+        if self._normalised:
+            self._norms = torch.cat([self._norm(batch) for batch in torch.split(self._inliers, 10)])
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
         if self._inliers is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
         size = max(1, PAIRS // len(self._inliers))
-        found = [self.kernel(batch, self._inliers).double().sum(dim=1) for batch in examples.batches(size)]
-        return -torch.cat(found)
+        return -torch.cat([self._sum(batch, self._inliers) for batch in examples.batches(size)])
+
+    def _sum(self, batch: Tensor, inliers: Tensor) -> Tensor:
+        values = self.kernel(batch, inliers).double()
+        return (values / (self._norm(batch)[:, None] * self._norms) if self._normalised else values).sum(dim=1)
+
+    def _norm(self, batch: Tensor) -> Tensor:
+        """Square root of the kernel value of each image with itself, (N,)."""
+        return torch.cat([self.kernel(one, one).double()[0].sqrt() for one in torch.split(batch, 1)])
 
     def suits(self, trained: TrainedModel) -> bool:
         """Any model: none is used."""

@@ -37,7 +37,7 @@ class PartOfLayers(NeuralMean):
     def score(self, examples: View) -> Tensor:
         """Return the terms of each image, shape (N, T); their sum is the score."""
         seen, scorer = self._observe(examples), cast(TypicalityScorer, self.scorer)
-        return (scorer._terms(seen) - scorer.term_mean_) / scorer.term_std_
+        return scorer.standard_terms(seen)
 
     def _observe(self, view: View) -> Observation:
         whole = super()._observe(view)

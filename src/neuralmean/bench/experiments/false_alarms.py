@@ -17,7 +17,7 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.protocols import EvalSet, FitSet, id_only
 from neuralmean.bench.results import Row
 from neuralmean.detector.detector import Detector
-from neuralmean.errors import CalibrationWarning
+from neuralmean.errors import NeuralMeanWarning
 from neuralmean.stats.calibration import examples_needed
 
 RATES = (0.05, 0.01)
@@ -95,7 +95,7 @@ def _count(
     shown = trained.preprocess(fit.source.images[fit.rows])
     given = None if held_out is None else trained.preprocess(held_out.images)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CalibrationWarning)  # that held-out images are missing is what is studied
+        warnings.simplefilter("ignore", NeuralMeanWarning)  # that examples are few or missing is what is studied
         detector = Detector(trained.model).fit(shown, held_out=given, false_alarm_rate=rate)
     p_values = detector.predict(trained.preprocess(judged.images)).p_value
     filled = []

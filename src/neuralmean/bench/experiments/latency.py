@@ -1,7 +1,8 @@
 """Figure 1 and table 5: time to fit and time for one image, CIFAR-10 against CIFAR-100.
 
 One image is timed from its pixels to its score, in turn with a plain forward pass of the same image, so that what else
-the machine does hits both alike. A fit is timed from pixels too: features that it learns from are computed now, and no
+the machine does hits both alike. The library's own scorers are timed twice: as they run, and with `Detector.freeze`, where
+there is a C++ compiler. A fit is timed from pixels too: features that it learns from are computed now, and no
 more than what the method reads. Only the images that AUROC is judged by come from the cache.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +27,11 @@ from neuralmean.bench.experiments.workbench import Workbench, summarise
 from neuralmean.bench.features import Features
 from neuralmean.bench.models import TrainedModel
 from neuralmean.bench.models.evaluate import BATCH
-from neuralmean.bench.protocols import Draw, EvalSet
+from neuralmean.bench.protocols import Draw, EvalSet, FitSet
 from neuralmean.bench.results import Row
 from neuralmean.data.batch import Batch
+from neuralmean.detector.detector import Detector
+from neuralmean.errors import NeuralMeanError, NeuralMeanWarning
 from neuralmean.models.layers import select_layers
 from neuralmean.recording import Recorder, find_head
 
@@ -35,6 +39,9 @@ REPEATS = 100
 WARM_UP = 5
 ENOUGH_SECONDS = 20.0
 AT_LEAST = 10
+FROZEN = {"ours-avg": "average", "ours-mlp": "mlp", "typicality": "typicality"}  # scorers by method
+TAKES_OUTLIERS = ("mlp",)
+ENOUGH_TO_FIT = 200  # images; how long a fitted scorer takes does not depend on them
 
 
 class Latency(Experiment):
@@ -82,6 +89,11 @@ class Latency(Experiment):
             row = bench.blank(facts, outside.name, name, [draw], [inside, outside], trained)
             if bench.is_open(row):
                 self._measure(bench, row, trained, draw, inside, outside)
+            if name in FROZEN:
+                row = bench.blank(facts, outside.name, name, [draw], [inside, outside], trained, setting="frozen")
+                times = time_frozen(FROZEN[name], trained, draw, inside.source) if bench.is_open(row) else None
+                if times is not None:
+                    bench.results.add({**row, **times, "fit_seconds": None})
 
     def _measure(
         self, bench: Workbench, row: Row, trained: TrainedModel, draw: Draw, inside: EvalSet, outside: EvalSet
@@ -109,12 +121,51 @@ def time_single(method: Method, trained: TrainedModel, images: ImageSet, *, repe
     """
     reader = LiveReader(trained, method.reads)
     singles = [EvalSet(images.take(slice(i, i + 1))) for i in range(min(len(images), repeats + WARM_UP))]
+    return _in_turn(trained, singles, lambda one: method.score(_view(method, trained, one, reader)))
+
+
+def time_frozen(
+    scorer: str, trained: TrainedModel, draw: Draw, images: ImageSet, *, repeats: int = REPEATS
+) -> Row | None:
+    """Median milliseconds for one image by a detector whose pass is one compiled graph, and by the plain model.
+
+    Where the graph cannot be had (no compiler, or it is not faster), there are none, and a warning says why.
+
+    Args:
+        scorer: Name of the library's scorer.
+        trained: The model.
+        draw: What the detector is fitted on.
+        images: Where the images come from.
+        repeats: How many images.
+    """
+
+    def shown(part: FitSet | None) -> Tensor | None:
+        some = None if part is None else part.source.images[part.rows[:ENOUGH_TO_FIT]]
+        return None if some is None else trained.preprocess(some)
+
+    held_out = trained.preprocess(images.images[:ENOUGH_TO_FIT])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeuralMeanWarning)  # of few images: what it decides is not looked at
+        detector = Detector(trained.model, scorer=scorer)
+        outliers = shown(draw.outliers) if scorer in TAKES_OUTLIERS else None
+        detector.fit(shown(draw.inliers), outliers, held_out=held_out)
+    try:
+        detector.freeze(trained.preprocess(images.images[:1]))
+    except NeuralMeanError as error:
+        warnings.warn(f"No time of a frozen detector: {error}", NeuralMeanWarning, stacklevel=2)
+        return None
+    singles = [EvalSet(images.take(slice(i, i + 1))) for i in range(min(len(images), repeats + WARM_UP))]
+    return _in_turn(trained, singles, lambda one: detector.score(trained.preprocess(one.source.images)))
+
+
+def _in_turn(trained: TrainedModel, singles: Sequence[EvalSet], score: Callable[[EvalSet], object]) -> Row:
+    """Time `score` in turn with the plain pass of the same image."""
     plain: list[float] = []
     own: list[float] = []
     begun = time.perf_counter()
     for number, one in enumerate(singles):
         base = _clock(lambda one=one: _plain(trained, one.source))  # type: ignore[misc]
-        cost = _clock(lambda one=one: method.score(_view(method, trained, one, reader)))  # type: ignore[misc]
+        cost = _clock(lambda one=one: score(one))  # type: ignore[misc]
         if number >= WARM_UP:
             plain.append(base)
             own.append(cost)

@@ -1,24 +1,33 @@
-"""Figures of the paper that do not come out, under every reading that its text allows (zero-shot and kernel tables).
+"""Figures of the paper that do not come out, under every reading that its text allows.
 
-Each reading changes one thing: where channel means are taken, whether they are standardised or signed, the number of
-blocks that are permuted, the number of ID images, and the kernel's bandwidth.
+Each reading changes one thing. Zero-shot: where channel means are taken, whether they are standardised or signed, the number
+of blocks that are permuted, the number of ID images. Kernels: the bandwidth, the number of ID images, whether values are
+normalised. NMD, NVD and both: the classifier and the number of images of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from neuralmean.bench.baselines import DeepKernel, Method
+from neuralmean.bench.baselines import DeepKernel, Method, NeuralMean
+from neuralmean.bench.baselines.cntk import Cntk
 from neuralmean.bench.baselines.readings import Place, Reading, Values
+from neuralmean.bench.baselines.scntk import Scntk
 from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
 from neuralmean.bench.experiments.sample_size import judged_sets
 from neuralmean.bench.experiments.workbench import Workbench, summarise
-from neuralmean.bench.protocols import Draw, FitSet
+from neuralmean.bench.protocols import Draw, EvalSet, FitSet
+from neuralmean.stats.discrepancy import Statistic
 
 BLOCKS = (2, 4, 8, 16)  # along each side of an image
 COUNTS = (500, 2000, 5000)
 BANDWIDTHS = (0.1, 0.25, 0.5, 1.0, 2.0)  # of the median distance between inliers
+STATISTICS: dict[Statistic, str] = {"mean": "NMD", "variance": "NVD", "both": "NMD and NVD"}
+HEAVY = 500  # images of each set that kernels of pixels are judged by
+KERNEL_IMAGES = (25, 100, 200)  # ID images that a tangent kernel is evaluated at
+FULL_ACCESS_FROM = "cifar100"
 
 
 @dataclass(frozen=True)
@@ -27,53 +36,70 @@ class Variant:
 
     setting: str
     make: Callable[[], Method]
+    method: str = "ours-lr"
     blocks: int = 4
     images: int = 2000
+    full_access: bool = False  # to the OOD images of one set, which it is judged by
 
 
 class Readings(Experiment):
-    """Ours-LR without OOD images, and DK, under every reading."""
+    """Ours-LR without OOD images, kernels, and NMD, NVD and both, under every reading."""
 
     name = "readings"
     title = "What the text leaves open"
-    reference = "Table 6 (zero-shot) and Table 5 (DK)"
+    reference = "Table 6 (zero-shot), Table 1 (kernels), Sec. 5.7 (NMD, NVD, both)"
     cases = cases(RESIDUAL, "cifar10", ("svhn", "cifar100"))
     first_only = True
-    methods = ("ours-lr", "dk")
+    methods = ("ours-lr", "ours-mlp", "dk", "cntk", "scntk")
 
     def run(self, bench: Workbench, case: Case) -> None:
         """Measure every reading on every OOD set; rows that are there stay."""
         inside, outside = judged_sets(bench, case)
         most = max(COUNTS) if bench.limit is None else min(max(COUNTS), bench.limit)
         inliers = FitSet.of(bench.inputs.fit_part(case.id).limit(most), apart_from=[inside, *outside])
-        trained = bench.inputs.trained(case.model, case.id)
         facts = {"experiment": self.name, "model": case.model, "id": case.id}
+        near = FitSet.of(bench.inputs.fit_part(FULL_ACCESS_FROM).limit(most), apart_from=[inside, *outside])
         wanted = bench.methods(self.methods)
         for variant in variants():
-            method = "dk" if variant.setting.startswith("DK") else "ours-lr"
-            if method not in wanted:
+            if variant.method not in wanted:
                 continue
             chosen = inliers.draw(min(variant.images, len(inliers)), seed=bench.seed)
-            crafted = chosen.crafted(seed=bench.seed, blocks=variant.blocks)
-            draw = Draw("zero-shot", chosen, crafted, bench.seed)
-            rows = [
-                bench.blank(
-                    facts,
-                    one.name,
-                    method,
-                    [draw],
-                    [inside, one],
-                    trained,
-                    setting=variant.setting,
+            if variant.full_access:
+                draw = Draw(
+                    "full-access", chosen, near.draw(min(variant.images, len(near)), seed=bench.seed), bench.seed
                 )
-                for one in outside
-            ]
-            if any(map(bench.is_open, rows)):
-                scored = bench.trial(variant.make, trained, draw, [inside, *outside])
-                pairs = [(scored[0], scored[place]) for place in range(1, len(scored))]
-                bench.results.add(
-                    *({**row, **summarise([pair], seed=bench.seed)} for row, pair in zip(rows, pairs, strict=True))
+            else:
+                crafted = chosen.crafted(seed=bench.seed, blocks=variant.blocks)
+                draw = Draw("zero-shot", chosen, crafted, bench.seed)
+            self._measure(bench, facts, variant, draw, inside, outside)
+
+    def _measure(
+        self,
+        bench: Workbench,
+        facts: dict[str, Any],
+        variant: Variant,
+        draw: Draw,
+        inside: EvalSet,
+        outside: Sequence[EvalSet],
+    ) -> None:
+        """Add the rows of one reading that are not there yet."""
+        if variant.full_access:
+            outside = [one for one in outside if one.name == FULL_ACCESS_FROM]
+        if variant.make().heavy:
+            inside, *outside = (EvalSet(one.source.limit(HEAVY)) for one in (inside, *outside))
+        trained = bench.inputs.trained(facts["model"], facts["id"])
+        rows = [
+            bench.blank(facts, one.name, variant.method, [draw], [inside, one], trained, setting=variant.setting)
+            for one in outside
+        ]
+        if rows and any(map(bench.is_open, rows)):
+            scored = bench.trial(variant.make, trained, draw, [inside, *outside])
+            bench.results.add(
+                *(
+                    {**row, **summarise([(scored[0], other)], seed=bench.seed)}
+                    for row, other in zip(rows, scored[1:], strict=True)
                 )
+            )
 
 
 def variants() -> Iterator[Variant]:
@@ -95,5 +121,17 @@ def variants() -> Iterator[Variant]:
                 name = f"before the norm, standardised, {values}; {images} ID images"
                 yield Variant(name, lambda v=values: Reading("before", True, v), images=images)  # type: ignore[misc]
     for share in BANDWIDTHS:
-        yield Variant(f"DK, bandwidth {share:g} x median distance", lambda s=share: DeepKernel(s))  # type: ignore[misc]
-    yield Variant("DK, likeliest bandwidth", DeepKernel)
+        yield Variant(f"DK, bandwidth {share:g} x median distance", lambda s=share: DeepKernel(s), "dk")  # type: ignore[misc]
+    yield Variant("DK, likeliest bandwidth", DeepKernel, "dk")
+    for name, kernel in (("cntk", Cntk), ("scntk", Scntk)):
+        for count in KERNEL_IMAGES:
+            setting = f"{kernel.title}, {count} ID images"
+            yield Variant(setting, lambda k=kernel, n=count: k(n), name)  # type: ignore[misc]
+        setting = f"{kernel.title}, 100 ID images, normalised"
+        yield Variant(setting, lambda k=kernel: k(100, normalised=True), name)  # type: ignore[misc]
+    for scorer, title, name in (("logistic", "LR", "ours-lr"), ("mlp", "MLP", "ours-mlp")):
+        for statistic, shown in STATISTICS.items():
+            for images in COUNTS:
+                setting = f"{shown}, {title}, {images} images of each kind"
+                make = lambda k=scorer, s=statistic: NeuralMean(k, statistic=s)  # noqa: E731
+                yield Variant(setting, make, name, images=images, full_access=True)

@@ -47,6 +47,28 @@ _REGISTRY: dict[str, Architecture] = {
 }
 
 
+# Percent on the test set that a network of its kind should reach; results of one below it are marked as weak.
+_SHOULD_REACH = {
+    ("resnet34", "cifar10"): 93.0,
+    ("resnet34", "svhn"): 93.0,
+    ("vgg19", "cifar10"): 90.0,
+    ("vit", "cifar10"): 75.0,
+    ("convnet4", "cifar10"): 78.0,
+    ("convnet4", "svhn"): 88.0,
+}
+
+
+def is_weak(name: str, inside: str, accuracy: float | None) -> bool:
+    """Whether a network trained on the set `inside` is known to fall short of what its architecture should reach.
+
+    Example:
+        >>> is_weak("resnet34", "cifar10", 88.4), is_weak("resnet34", "cifar10", 93.4), is_weak("resnet34", "cifar10", None)
+        (True, False, False)
+    """
+    least = _SHOULD_REACH.get((name, inside))
+    return least is not None and accuracy is not None and accuracy < least
+
+
 def names() -> list[str]:
     """Names that `build` knows, in the order of the registry."""
     return list(_REGISTRY)

@@ -1,6 +1,6 @@
-"""Images that lie in one array: `.npy`, and `.npz` with a key `images`, uint8 of shape (N, H, W, C).
+"""Images stored in one array: `.npy`, and `.npz` with a key `images`, uint8 of shape (N, H, W, C).
 
-Rows are read one stretch after the other, so that a file of any size needs the memory of a few rows. The header is
+Rows are read a few at a time, so that a file of any size needs the memory of a few rows only. The header is
 checked against the file before a row is read: nothing is unpickled, and a file that claims more than it holds, or that
 would unpack to absurdly more than it takes on disk, is refused. Every refusal is an `InputError` whose text is the reason.
 """
@@ -27,7 +27,7 @@ __all__ = ["ARRAY_EXTENSIONS", "ArrayFile", "row_name", "split_name"]
 ARRAY_EXTENSIONS = frozenset({".npy", ".npz"})
 KEY = "images"
 MAX_ROW_BYTES = 400_000_000
-# Deflate packs at most about 1,000 to 1; pictures that pack 200 to 1 and unpack to gigabytes are a trap.
+# Deflate compresses at most about 1,000 to 1; images that compress 200 to 1 and unpack to gigabytes are an attack.
 BOMB_RATIO, BOMB_BYTES = 200, 4 * 2**30
 
 
@@ -146,7 +146,7 @@ class ArrayFile:
                 f"but they are {dtype} with shape {shape}"
             )
         if fortran:
-            raise InputError("its images lie in column order; save them after `np.ascontiguousarray`")
+            raise InputError("its images are in column order; save them after `np.ascontiguousarray`")
         if min(shape) < 1:
             raise InputError(f"it has no images: its shape is {shape}")
         return shape[0], shape[1], shape[2], shape[3]
@@ -177,7 +177,7 @@ _DAMAGE = (
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"the system said: {error.strerror}"
+        return f"the system reported: {error.strerror}"
     return f"the file is damaged or cut short ({' '.join(str(error).split())[:120] or type(error).__name__})"
 
 

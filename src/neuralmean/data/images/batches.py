@@ -1,7 +1,7 @@
-"""Batches of images from paths, with the next ones being decoded while the model works on this one.
+"""Batches of images from paths, decoded ahead while the model works on the current batch.
 
-`ImageBatches` joins the finder, the decoders and the preprocessing. Order is that of the paths, whatever the number of
-workers; memory is that of a few batches, whatever the number of files. What cannot be read is noted and left out.
+`ImageBatches` combines the finder, the decoders and the preprocessing. The order is that of the paths, whatever the number of
+workers; memory is that of a few batches, whatever the number of files. Unreadable files are recorded and skipped.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["ImageBatch", "ImageBatches"]
 KEPT_NOTES = 1000
 MAX_WORKERS = 1024
 _FILES_PER_TASK = 64
-_FILES_PER_TASK_ANY_SIZE = 8  # where images keep their size, a task's memory has no other bound
+_FILES_PER_TASK_ANY_SIZE = 8  # nothing else bounds a task's memory where images keep their size
 
 
 class ImageBatch(NamedTuple):
-    """The model's input for some images, and what they are called."""
+    """The model's input for some images, and their names."""
 
     images: Tensor  # (N, C, H, W)
     names: list[str]
 
 
 class ImageBatches:
-    """All images that `paths` name, as batches that a model or a `Detector` takes; may be gone through again.
+    """All images that `paths` name, as batches that a model or a `Detector` takes; can be iterated more than once.
 
     Every batch but the last has `batch_size` images, except that images of different sizes never share a batch where
     `preprocessing.size` is None. After a pass, or during it, `n_images` says how many images came out, `unreadable` and
@@ -54,7 +54,7 @@ class ImageBatches:
         batch_size: Images per batch.
         workers: Processes that decode; None takes one less than there are cores, 0 decodes in this process.
         max_pixels: Refuse images with more pixels than this, before they are unpacked.
-        on_unreadable: Called with each `Unreadable` as it is met.
+        on_unreadable: Called with each `Unreadable` as it is found.
         skip: Called with the name of each image; those for which it returns True are not read at all.
 
     Example:
@@ -95,7 +95,7 @@ class ImageBatches:
         self._max_pixels = max_pixels
         self._on_unreadable = on_unreadable
         self._skip = skip
-        find_inputs(paths)  # a path that does not exist is an error now and not at the first batch
+        find_inputs(paths)  # a missing path is an error now rather than at the first batch
         self._reset()
 
     def __iter__(self) -> Iterator[ImageBatch]:
@@ -120,7 +120,7 @@ class ImageBatches:
             yield self._batch(waiting, names)
 
     def count(self) -> int:
-        """How many images there are to try: walks the folders once more, but opens no image."""
+        """Count the images without opening any; walks the folders once more."""
         return count_inputs(self._paths)
 
     def _reset(self) -> None:
@@ -172,7 +172,7 @@ class ImageBatches:
         limit = max(1, min(_FILES_PER_TASK, 50_000_000 // (height * width * channels)))
         for begin in range(0, n, limit):
             names = [row_name(path, row) for row in range(begin, min(begin + limit, n))]
-            # Asked once for each name, in order: who skips may count along.
+            # Called once for each name, in order, so that `skip` may keep a count.
             kept = [place for place, name in enumerate(names) if self._is_wanted(name)]
             if len(kept) == len(names):
                 yield Task(tuple(names), path, begin), not as_it_is

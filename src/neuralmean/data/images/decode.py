@@ -1,9 +1,9 @@
-"""One image from one file, or a sentence that says why not.
+"""Decodes one image from one file, or gives the reason why that is impossible.
 
 PNG, JPEG, WebP, BMP and TIFF, by their content and never by their name; the first frame where there are several. The
-orientation that a camera noted is applied. Files come from anywhere: whatever Pillow trips over is a reason, not a
+orientation that a camera noted is applied. No file is trusted: any error of Pillow becomes a reason, not a
 traceback, and an image with more pixels than the limit is refused by its header, before anything is unpacked.
-Making 8-bit RGB of it is the business of `preprocessing`.
+Conversion to 8-bit RGB happens in `preprocessing`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TURNS = {
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file that gave no image, and why."""
+    """A file that could not be read as an image, and the reason."""
 
     path: str
     reason: str
@@ -54,7 +54,7 @@ class Unreadable:
 
 
 def read_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image | Unreadable:
-    """The image in a file, upright, in whatever mode it has; or why there is none.
+    """Return the image in a file, upright and in its own mode, or the reason why there is none.
 
     Args:
         path: A file, or one row of an array file as `ImageBatches` names it: `images.npz#12`.
@@ -83,7 +83,7 @@ def open_image(name: str, max_pixels: int) -> Image.Image:
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     try:
         status = os.stat(name)  # noqa: PTH116 - a hot loop over strings
-        # A pipe or a device would be waited on for ever.
+        # Reading a pipe or a device could block forever.
         if not stat.S_ISREG(status.st_mode):
             raise InputError("it is not a file")
         if status.st_size == 0:
@@ -91,7 +91,7 @@ def open_image(name: str, max_pixels: int) -> Image.Image:
         with open(name, "rb") as handle:  # noqa: PTH123
             return _decode(handle, max_pixels)
     except OSError as error:
-        raise InputError(f"the system said: {error.strerror or error}") from error
+        raise InputError(f"the system reported: {error.strerror or error}") from error
 
 
 def _decode(handle: IO[bytes], max_pixels: int) -> Image.Image:
@@ -101,7 +101,7 @@ def _decode(handle: IO[bytes], max_pixels: int) -> Image.Image:
         raise InputError("it is not a PNG, JPEG, WebP, BMP or TIFF image, or its beginning is damaged") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise InputError(f"it has more pixels than the limit of {max_pixels:,}") from None
-    except Exception as error:  # a hostile header makes Pillow raise nearly anything
+    except Exception as error:  # a hostile header can make Pillow raise almost anything
         raise InputError(f"its beginning is damaged ({_short(error)})") from error
     width, height = image.size
     if width * height > max_pixels:
@@ -112,13 +112,13 @@ def _decode(handle: IO[bytes], max_pixels: int) -> Image.Image:
         image.load()
     except MemoryError:
         raise InputError("there is not enough memory to unpack it") from None
-    except Exception as error:  # and so does a hostile body
+    except Exception as error:  # and so can a hostile body
         raise InputError(f"the file is damaged or cut short ({_short(error)})") from error
     return _upright(image)
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The image as the camera was held; a damaged note of it counts as none."""
+    """Return the image rotated as its EXIF orientation says; a damaged entry is ignored."""
     try:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION_TAG, 1))
     except (SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OSError, struct.error, UserWarning):

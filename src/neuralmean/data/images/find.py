@@ -1,4 +1,4 @@
-"""Which files there are: folders, single files, globs and arrays, in a fixed order and in constant memory.
+"""Finds input files: folders, single files, globs and arrays, in a fixed order and in constant memory.
 
 Names are yielded as they are found. Inside a folder they come in the order of their names, files and subfolders
 together; a folder with more names than fit into `RUN` is sorted on disk, so that a million files need no more memory
@@ -29,11 +29,11 @@ RUN = 50_000
 
 @dataclass(frozen=True)
 class Source:
-    """Something that was found.
+    """One file or folder that was found.
 
     Attributes:
         path: The file, beginning with what the caller named.
-        kind: An `"image"` or an `"array"` of images to try, a file that is `"skipped"` since it is neither, or a folder
+        kind: An `"image"` or an `"array"` of images to try, a file that is `"skipped"` because it is neither, or a folder
             that is `"unreadable"`.
         reason: Why it is skipped or unreadable.
     """
@@ -48,8 +48,8 @@ def find_inputs(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
 
     A folder is walked with its subfolders. Only files with the extension of an image are tried in it; others, hidden
     ones and arrays are `skipped`. A file that is named itself is always tried, whatever its extension. A name with `*`,
-    `?` or `[` that is not there literally is a glob (`**` goes into subfolders), and what it matches counts as named.
-    A path that does not exist is an error at once, before anything is read.
+    `?` or `[` that does not exist literally is a glob (`**` goes into subfolders), and what it matches counts as named.
+    A path that does not exist is an error before anything is read.
 
     Args:
         paths: One or more folders, files or globs.
@@ -59,7 +59,7 @@ def find_inputs(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
 
 
 def count_inputs(paths: str | Path | Sequence[str | Path]) -> int:
-    """How many images there are to try, rows of arrays among them: what a progress bar wants to know."""
+    """Count the images, including rows of arrays, for progress bars."""
     total = 0
     for name in _check(paths):
         for source in _expand(name, in_order=False):
@@ -99,7 +99,7 @@ def _expand(name: str, *, in_order: bool) -> Iterator[Source]:
         yield from _named(name, in_order=in_order)
         return
     matches = _glob(name)
-    # `**` matches a folder and, again, all that is in it.
+    # `**` matches a folder and also everything inside it.
     files_only = "**" in name
     for match in in_sorted_order(matches) if in_order else matches:
         if not (files_only and Path(match).is_dir()):
@@ -107,7 +107,7 @@ def _expand(name: str, *, in_order: bool) -> Iterator[Source]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    # `Path.glob` refuses absolute patterns and tidies the names that the caller wants to see again.
+    # `Path.glob` refuses absolute patterns and normalises names, which should stay as the caller wrote them.
     return glob.iglob(pattern, recursive=True)  # noqa: PTH207
 
 
@@ -119,14 +119,14 @@ def _named(name: str, *, in_order: bool) -> Iterator[Source]:
 
 
 def _walk(top: str, *, in_order: bool) -> Iterator[Source]:
-    """Everything below a folder; a link back to a folder further up is not followed."""
+    """Everything below a folder; a link to a parent folder is not followed."""
     open_folders = [_open(top, in_order)]
     while open_folders:
         folder, _, entries = open_folders[-1]
         try:
             entry = next(entries, None)
         except OSError as error:
-            yield Source(folder, "unreadable", f"the system said: {error.strerror or error}")
+            yield Source(folder, "unreadable", f"the system reported: {error.strerror or error}")
             entry = None
         if entry is None:
             open_folders.pop()
@@ -137,19 +137,19 @@ def _walk(top: str, *, in_order: bool) -> Iterator[Source]:
         elif not entry.endswith("/"):
             yield _by_extension(path)
         elif (opened := _open(path, in_order))[1] in [place for _, place, _ in open_folders]:
-            yield Source(path, "skipped", "it leads back to a folder further up")
+            yield Source(path, "skipped", "it links to a parent folder")
         else:
             open_folders.append(opened)
 
 
 def _open(folder: str, in_order: bool) -> tuple[str, tuple[int, int], Iterator[str]]:
-    """A folder, its place on the disk, and the names in it, which nobody has looked for yet."""
+    """Return a folder, its device and inode, and a lazy iterator over the names in it."""
     entries = _entries(folder)
     try:
         status = os.stat(folder)  # noqa: PTH116
         place = (status.st_dev, status.st_ino)
     except OSError:
-        place = (-1, -1)  # the names will say why
+        place = (-1, -1)  # listing the names will raise the error
     return folder, place, in_sorted_order(entries) if in_order else entries
 
 
@@ -160,12 +160,12 @@ def _by_extension(path: str) -> Source:
 
 
 def _entries(folder: str) -> Iterator[str]:
-    """Names in a folder, each with a last character that tells a folder (`/`) from anything else (NUL)."""
+    """Names in a folder, each with a last character that marks a folder (`/`) or anything else (NUL)."""
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 is_folder = entry.is_dir()
-            except OSError:  # a link that leads to itself, or to where one may not look
+            except OSError:  # a link to itself, or to a place without permission
                 is_folder = False
             yield entry.name + ("/" if is_folder else "\0")
 
@@ -175,7 +175,7 @@ def _extension(name: str) -> str:
 
 
 def in_sorted_order(names: Iterable[str], *, run: int | None = None) -> Iterator[str]:
-    """The names in rising order; beyond `run` of them they are sorted in stretches on disk and merged.
+    """The names in rising order; more than `run` of them are sorted in runs on disk and merged.
 
     Example:
         >>> list(in_sorted_order(["b", "c", "a"], run=2))

@@ -1,9 +1,9 @@
-"""Processes that decode while the model works, and answers in the order of the tasks.
+"""Processes that decode while the model works; answers come in the order of the tasks.
 
 Workers are plain subprocesses that import numpy, Pillow and this package's decoder, not torch and not the caller's
-script: they start in a fraction of a second, and a script needs no `if __name__ == "__main__"`. Only a few tasks are under
-way at a time, so memory does not grow with the number of files. A worker that dies, as a decoder on a hostile file
-may, costs the one file that killed it.
+script: they start in a fraction of a second, and a script needs no `if __name__ == "__main__"`. Only a few tasks are in progress
+at a time, so memory does not grow with the number of files. If a hostile file crashes a worker, only that
+file is lost.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from neuralmean.data.preprocessing import Preprocessing
 __all__ = ["decode_in_order", "default_workers"]
 
 CRASHED = "the decoder crashed on it"
-_AHEAD = 2  # tasks under way per worker, so that none waits for the consumer
+_AHEAD = 2  # tasks in progress per worker, so that none waits for the consumer
 _PACKAGE = Path(__file__).parents[2]
-# The package's own __init__ imports torch, which a decoder has no use for: stand in for it.
+# The package's own __init__ imports torch, which a decoder does not need: use an empty module instead.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; import types; package = types.ModuleType('neuralmean'); "
     "package.__path__ = [sys.argv[1]]; sys.modules['neuralmean'] = package; "
@@ -41,7 +41,7 @@ _Frame = tuple[dict[str, Any], list[NDArray[np.uint8]]] | None
 
 
 def default_workers() -> int:
-    """How many processes decode unless told otherwise: one less than there are cores, from 1 to 8."""
+    """Return the default number of decoding processes: one less than the number of cores, from 1 to 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores - 1))
 
@@ -52,13 +52,13 @@ def decode_in_order(
     """Yield each task with its answer, in order, while the next ones are being worked on.
 
     Args:
-        tasks: Tasks, each with whether it is worth a worker; the others are done here. Taken lazily.
+        tasks: Tasks, each with whether it is worth a worker; the others run in this process. Read lazily.
         preprocessing: What to do to the images.
         workers: How many processes; 0 does everything here.
         max_pixels: Refuse larger images.
     """
     here = Decoder(preprocessing, max_pixels)
-    team: list[_Worker] = []  # grows with the tasks: who asks for a thousand workers and has ten tasks gets ten
+    team: list[_Worker] = []  # grows with the tasks: a thousand workers for ten tasks start ten processes
     under_way: deque[tuple[Task, _Worker | None]] = deque()
     turn = 0
     try:
@@ -104,7 +104,7 @@ class _Worker:
             self._write(task_header(task))
 
     def result(self) -> Answer:
-        """The answer to the oldest task that has none yet."""
+        """Return the answer to the oldest pending task."""
         task = self._pending.popleft()
         answer = self._receive()
         if answer is None:
@@ -120,7 +120,7 @@ class _Worker:
         if process is None:
             return
         if self._pending:
-            process.kill()  # nobody waits for its answers
+            process.kill()  # its answers are no longer needed
         with contextlib.suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
         # The process ends when its input does, and its reader when its answers do.
@@ -134,7 +134,7 @@ class _Worker:
         process.stdout.close()  # type: ignore[union-attr]
 
     def _one_by_one(self, task: Task) -> Answer:
-        """The answer to a task that killed the process: each image in turn, with a fresh process after each death."""
+        """Answer a task that crashed the process: decode its images one by one, with a new process after each crash."""
         pixels: list[NDArray[np.uint8]] = []
         failures: dict[int, str] = {}
         for place, single in enumerate(task.split()):
@@ -173,19 +173,19 @@ class _Worker:
             return
         self._ready = False
         self._frames = queue.SimpleQueue()
-        # Without a thread that always reads, this process could wait to write a task while the worker waits to write
+        # Without a reader thread, this process could block writing a task while the worker blocks writing
         # an answer.
         self._reader = threading.Thread(target=_read_all, args=(self._process.stdout, self._frames), daemon=True)
         self._reader.start()
         self._write(self._setup)
 
     def _write(self, header: dict[str, Any]) -> None:
-        # A dead process shows when its answer is waited for.
+        # A dead process is noticed when its answer is read.
         with contextlib.suppress(OSError):
             write_frame(self._process.stdin, header)  # type: ignore[union-attr, arg-type]
 
     def _receive(self) -> Answer | None:
-        """The next answer; None when the process has died, which is then gone."""
+        """Return the next answer; None if the process has died."""
         if self._process is None:
             return None
         frame = self._frames.get()
@@ -193,7 +193,7 @@ class _Worker:
             self._ready = True
             frame = self._frames.get()
         if frame is None:
-            # A process that dies before it has done anything would do so again.
+            # A process that dies before its first answer would die again.
             self._usable = self._ready
             self._pending, pending = deque(), self._pending
             self.close()

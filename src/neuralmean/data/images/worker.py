@@ -44,14 +44,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a task: the pixels of the images that could be read, in order, and why the others could not."""
+    """The result of a task: the pixels of the readable images, in order, and the reasons for the others."""
 
     pixels: list[NDArray[np.uint8]]  # runs of images of one size, each (n, H, W, C)
-    failures: dict[int, str]  # by place in the task
+    failures: dict[int, str]  # by position in the task
 
 
 class Decoder:
-    """Does tasks. It keeps the array file that it read last open, since tasks come in rising order of rows."""
+    """Runs tasks; keeps the last array file open, because tasks come in increasing order of rows."""
 
     def __init__(self, preprocessing: Preprocessing, max_pixels: int) -> None:
         self._preprocessing, self._max_pixels = preprocessing, max_pixels
@@ -146,7 +146,7 @@ def task_header(task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    # Whatever a library prints must not end up between the frames.
+    # Output that a library prints must not end up between the frames.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -162,6 +162,6 @@ def main() -> None:
             try:
                 write_frame(answers, {"failures": list(answer.failures.items())}, answer.pixels)
             except BrokenPipeError:
-                # Nobody waits for the answer any more. Closing would try to write the rest again.
+                # The reader is gone; closing would try to write the rest again.
                 os._exit(0)
         decoder.close()

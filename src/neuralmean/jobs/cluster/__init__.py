@@ -1,7 +1,7 @@
-"""Beyond one machine: the same reference, fit and scores over many workers, on Ray (`pip install neuralmean[ray]`).
+"""Reference, fit and scores over many workers, on Ray (`pip install neuralmean[ray]`).
 
-Inputs are cut into numbered chunks (`chunks`), a job is done to each (`jobs`) here or by Ray's workers (`engine`), and the
-results are put together in the order of the numbers. `workers=0` does the same in this process, without Ray.
+Inputs are cut into numbered chunks (`chunks`), a job runs on each (`jobs`), here or in Ray's workers (`engine`), and the
+results are combined in the order of the numbers. `workers=0` does the same in this process, without Ray.
 """
 
 from neuralmean.jobs.cluster.api import ScoreRun, reference, score, stream

@@ -1,4 +1,4 @@
-"""`reference`, `fit`, `score` and `stream`: what the library does in one process, over many workers."""
+"""`reference`, `fit`, `score` and `stream` over many workers."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Model = str | nn.Module | Callable[[], nn.Module]
 
 @dataclass
 class ScoreRun:
-    """What became of a scoring run.
+    """The result of a scoring run.
 
     Attributes:
         n_images: Images in the output.
-        n_ood: Those of them that were flagged.
-        n_unreadable: Inputs that gave no image.
+        n_ood: Flagged images.
+        n_unreadable: Inputs that could not be read.
         n_resumed: Inputs that an earlier run had finished.
-        unreadable: The first 1,000 inputs that gave no image, with the reason.
+        unreadable: The first 1,000 inputs that could not be read, with the reason.
     """
 
     n_images: int = 0
@@ -78,24 +78,24 @@ def reference(
     column: str | None = None,
     on_unreadable: Callable[[Unreadable], None] | None = None,
 ) -> Reference:
-    """Make the reference of all images in `sources`: what `Reference.from_data` does, over many workers.
+    """Compute the reference of all images in `sources`, as `Reference.from_data` does, over many workers.
 
-    Workers send back the moments of their chunks, which are added up in the order of the chunks, so the result does not
-    depend on how many workers there are or which is first. Memory does not grow with the data.
+    Workers send back the moments of their chunks, which are added in the order of the chunks, so the result does not
+    depend on the number of workers or their timing. Memory does not grow with the data.
 
     Args:
         model: A spec (`"timm:resnet50"`), a model, or a function that makes one.
         layers: Dotted names or globs; None chooses as `Detector` does.
-        sources: What `Chunks` takes: folders, files, globs, `.npz`, `.parquet`, `.tar`, or a `ray.data.Dataset`.
-        preprocessing: What to do to the images; None takes what the spec says.
+        sources: As for `Chunks`: folders, files, globs, `.npz`, `.parquet`, `.tar`, or a `ray.data.Dataset`.
+        preprocessing: What to do to the images; None takes that of the spec.
         address: An existing Ray cluster; None works on this machine.
-        workers: How many; None fills the cluster, 0 works in this process without Ray.
+        workers: Number of workers; None fills the cluster, 0 works in this process without Ray.
         threads: Threads and CPUs of each worker.
         gpus: GPUs of each worker, also less than 1.
         batch_size: Images per forward pass.
-        chunk_size: Images that are handed out together.
+        chunk_size: Images per chunk.
         column: The column of images in parquet files and datasets; None looks for one.
-        on_unreadable: Called with each input that gives no image.
+        on_unreadable: Called with each input that cannot be read.
     """
     work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
     network, how = resolve_model(model, preprocessing)
@@ -122,32 +122,32 @@ def score(
     chunk_size: int = CHUNK_SIZE,
     column: str | None = None,
     resume: bool = True,
-    format: str | None = None,  # noqa: A002 - what it is called everywhere
+    format: str | None = None,  # noqa: A002 - the usual name
     on_unreadable: Callable[[Unreadable], None] | None = None,
 ) -> ScoreRun:
     """Score every image in `sources` into one file, each exactly once, in order; higher = more OOD.
 
-    Finished chunks are noted beside the output, in `OUT.partial`. A run that was interrupted, or whose driver was killed,
-    goes on from there when it is called again with the same detector, settings and sources; chunks whose inputs have
-    changed are done again. The output appears when all is done, whole or not at all. An input that cannot be read has no
-    row; it is counted and listed in what is returned. The other arguments are those of `reference`.
+    Finished chunks are recorded next to the output, in `OUT.partial`. A run that was interrupted, or whose driver was killed,
+    resumes from there when it is called again with the same detector, settings and sources; chunks whose inputs have
+    changed run again. The output is written at the end, whole or not at all. An input that cannot be read has no
+    row; it is counted and listed in the result. The other arguments are those of `reference`.
 
     Args:
         artefact: A saved detector.
         sources: What to score.
-        out: Where to: `.jsonl`, `.csv`, `.parquet` or, as a table, `.txt`; rows have path, score, p_value, is_ood, kind.
+        out: File to write: `.jsonl`, `.csv`, `.parquet` or, as a table, `.txt`; rows have path, score, p_value, is_ood, kind.
         model: The model; None takes the spec in the saved file.
-        preprocessing: What to do to the images; None takes what the saved file says.
+        preprocessing: What to do to the images; None takes that of the saved file.
         address: An existing Ray cluster; None works on this machine.
-        workers: How many; None fills the cluster, 0 works in this process without Ray.
+        workers: Number of workers; None fills the cluster, 0 works in this process without Ray.
         threads: Threads and CPUs of each worker.
         gpus: GPUs of each worker.
         batch_size: Images per forward pass.
-        chunk_size: Images that are handed out together.
+        chunk_size: Images per chunk.
         column: The column of images in parquet files and datasets.
-        resume: Whether to go on from an earlier run.
-        format: `"json"` (a line each), `"csv"`, `"parquet"` or `"table"`; None goes by the ending of `out`.
-        on_unreadable: Called with each input that gives no image, but for those that an earlier run has met.
+        resume: Whether to resume an earlier run.
+        format: `"json"` (one line per image), `"csv"`, `"parquet"` or `"table"`; None uses the ending of `out`.
+        on_unreadable: Called with each input that cannot be read, except those of an earlier run.
     """
     target = Path(out)
     kind = format_of(target, format)
@@ -194,7 +194,7 @@ def stream(
 
 
 def resolve_model(model: Model, preprocessing: Preprocessing | None) -> tuple[nn.Module, Preprocessing]:
-    """Return the model and what its images need, from a spec, a model or a function that makes one."""
+    """Return the model and its preprocessing, from a spec, a model or a function that makes one."""
     if isinstance(model, str):
         resolved = resolve(model)
         network, preprocessing = resolved.model, preprocessing or resolved.preprocessing
@@ -203,12 +203,12 @@ def resolve_model(model: Model, preprocessing: Preprocessing | None) -> tuple[nn
     if not isinstance(network, nn.Module):
         raise InputError(f"Expected `model` to give a torch.nn.Module, but got {type(network).__name__}.")
     if preprocessing is None:
-        raise InputError("Expected to know what the model's images need, but nobody says. Pass `preprocessing`.")
+        raise InputError("Expected the preprocessing of the model's images, but it is unknown. Pass `preprocessing`.")
     return network, preprocessing
 
 
 def _unfinished(journal: Journal, chunks: Iterator[Chunk], outcome: ScoreRun) -> Iterator[Chunk]:
-    """Yield the chunks that are not in the journal, after cutting off what no longer fits them."""
+    """Yield the chunks that are not in the journal, after dropping entries that no longer match."""
     pending, end = None, None
     for entry in journal.entries():
         pending = next(chunks, None)
@@ -225,15 +225,15 @@ def _unfinished(journal: Journal, chunks: Iterator[Chunk], outcome: ScoreRun) ->
 def _open(
     artefact: str | Path, model: Model | None, preprocessing: Preprocessing | None
 ) -> tuple[Artefact, nn.Module, Preprocessing]:
-    """Return what a saved file holds, its model and its preprocessing, all fitting together."""
+    """Return the content of a saved file, its model and its preprocessing, checked against each other."""
     saved = Artefact.read(artefact)
     network, how = _from_header(saved, model, preprocessing)
-    from_artefact(Detector, saved, network, str(artefact))  # whatever does not fit shows now and not in a worker
+    from_artefact(Detector, saved, network, str(artefact))  # so that a mismatch is an error now rather than in a worker
     return saved, network, how
 
 
 def _from_header(saved: Artefact, model: Model | None, how: Preprocessing | None) -> tuple[nn.Module, Preprocessing]:
-    """Return model and preprocessing, from the arguments or else from what the saved file says about itself."""
+    """Return model and preprocessing, from the arguments, or else from the saved file."""
     info = saved.header.get("info")
     info = info if isinstance(info, dict) else {}
     if how is None and info.get("preprocessing") is not None:

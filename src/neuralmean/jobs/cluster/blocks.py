@@ -1,7 +1,7 @@
-"""Datasets of Ray: their blocks stay where they are, and a chunk names the rows of them that it covers.
+"""Datasets of Ray: blocks stay in place, and a chunk names the rows that it covers.
 
-Chunks are counted over the rows of the dataset in order, whatever the blocks are: how many blocks Ray makes depends on
-the cluster, and what shares a forward pass must not.
+Chunks are counted over the rows of the dataset in order, whatever the blocks are: the number of blocks depends on
+the cluster, and the composition of a forward pass must not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockRows:
 
     @property
     def names(self) -> list[str]:
-        """What the column `path` or `__key__` says, else `#` and the number of the row."""
+        """The value of the column `path` or `__key__`, else `#` and the number of the row."""
         named: list[str] = []
         for table in self._tables():
             own = names_of(table)
@@ -63,12 +63,12 @@ class BlockRows:
 
 
 def is_dataset(source: object) -> bool:
-    """Whether `source` is a `ray.data.Dataset`, without importing Ray to find out."""
+    """Return whether `source` is a `ray.data.Dataset`, without importing Ray."""
     return any(kind.__module__.startswith("ray.data") and kind.__name__ == "Dataset" for kind in type(source).__mro__)
 
 
 def list_blocks(dataset: Any, column: str | None, limit: int, start: int = 0) -> Iterator[BlockRows]:
-    """Yield the rows of a dataset in pieces of exactly `limit` (but the last), in its own order, as Ray makes them."""
+    """Yield the rows of a dataset in pieces of exactly `limit` (except the last), in its own order, as Ray produces them."""
     dataset.context.execution_options.preserve_order = True
     slices: list[tuple[Any, int, int]] = []
     held = 0

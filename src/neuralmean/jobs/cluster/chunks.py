@@ -1,8 +1,8 @@
-"""Everything that the sources name, cut into numbered chunks: the one idea that this subpackage is built on.
+"""Cuts the inputs of all sources into numbered chunks, on which this subpackage is built.
 
-Which inputs are in chunk 7 depends on the sources alone, never on the number of workers, so each image always shares its
-forward pass with the same others and its score is the same to the last bit. A chunk is done or not done; results are
-put together in the order of the numbers. Listing goes along as the work does, in constant memory.
+The inputs of chunk 7 depend on the sources alone, never on the number of workers, so each image always shares its
+forward pass with the same others and its score is bit for bit the same. A chunk is done or not done; results are
+combined in the order of the numbers. Listing is lazy, in constant memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_SIZE = 256
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs that are read, run and recorded together."""
+    """Inputs that are read, scored and recorded together."""
 
     number: int
     piece: Piece
@@ -43,13 +43,13 @@ class Chunk:
 
     @cached_property
     def key(self) -> str:
-        """What tells this chunk from any other, also after a restart."""
+        """A key that identifies this chunk, also after a restart."""
         text = json.dumps([self.number, self.size, self.piece.describe()])
         return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
 class Chunks:
-    """The chunks of some sources; may be gone through again.
+    """The chunks of some sources; can be iterated more than once.
 
     Args:
         sources: Folders, image files, globs, `.npy`/`.npz`, `.parquet` and `.tar` files (also inside folders, also with
@@ -77,7 +77,7 @@ class Chunks:
                     "datasets, join them with `union`."
                 )
             self._paths = [name for path in named for name in _expand_braces(os.fspath(path))]
-            find_inputs(self._paths)  # a path that does not exist is an error now
+            find_inputs(self._paths)  # so that a missing path is an error now
 
     @property
     def is_dataset(self) -> bool:
@@ -90,7 +90,7 @@ class Chunks:
             yield Chunk(number, piece, size)
 
     def count(self) -> int:
-        """How many inputs there are: lists everything once more, but opens no image."""
+        """Count the inputs without opening any; lists everything once more."""
         total = self._count_all()
         return total if self._sample is None else min(total, self._sample)
 
@@ -177,7 +177,7 @@ class Chunks:
 
 
 def _expand_braces(name: str) -> list[str]:
-    """`data-{000..003}.tar` as WebDataset writes it; a name without braces, or of a file that is there, is itself."""
+    """`data-{000..003}.tar` as WebDataset writes it; a name without braces, or of an existing file, stays unchanged."""
     if "{" not in name or os.path.lexists(name):
         return [name]
     return list(import_extra("braceexpand").braceexpand(name))

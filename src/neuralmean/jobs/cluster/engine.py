@@ -1,8 +1,8 @@
-"""Runs a job over chunks, here or on Ray, and gives the results back in the order of the chunks.
+"""Runs a job over chunks, here or on Ray, and returns the results in the order of the chunks.
 
-Ray starts the workers, finds them a place and moves bytes; which chunk goes where is decided here, so that a worker or a
-node that dies costs only the chunks it was at: they are given to others, and each result is taken exactly once. No chunk
-waits for a worker that is not up yet. Nothing here knows what a job does.
+Ray starts and places the workers and moves bytes; the chunks are assigned here, so that the death of a worker or a
+node costs only its current chunks: they are given to others, and each result is taken exactly once. No chunk
+waits for a worker that has not started yet. Independent of what a job does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from neuralmean.jobs.cluster.jobs import Job
 
 MAX_ATTEMPTS = 10
 CAREFUL_FROM = 2  # deaths of a worker on the same chunk after which its images are decoded in another process
-_PER_WORKER = 2  # chunks given to a worker: one at work, one waiting, so that none is idle
+_PER_WORKER = 2  # chunks assigned to a worker: one running, one waiting, so that none is idle
 _AHEAD = 16  # chunks per worker that may be finished before an earlier one
 _MIN_STORE = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the work is done.
+    """Where the work runs.
 
     Attributes:
-        address: An existing Ray cluster (`"auto"`, `"ray://host:10001"`); None starts one on this machine for the time
+        address: An existing Ray cluster (`"auto"`, `"ray://host:10001"`); None starts one on this machine for the duration
             of the work, unless Ray is already running in this process.
-        workers: How many workers; None takes what the cluster has room for, 0 works in this process, without Ray.
+        workers: Number of workers; None fills the cluster, 0 works in this process, without Ray.
         threads: Threads and CPUs of each worker.
         gpus: GPUs of each worker, also less than 1; with any the model runs on it.
     """
@@ -63,8 +63,8 @@ class Engine:
 
     Args:
         model: The model; sent to each worker once.
-        cluster: Where the work is done.
-        spare_cpus: CPUs to leave for whoever makes the chunks.
+        cluster: Where the work runs.
+        spare_cpus: CPUs to leave for the producer of the chunks.
     """
 
     def __init__(self, model: nn.Module, cluster: Cluster, *, spare_cpus: int = 0) -> None:
@@ -86,7 +86,7 @@ class Engine:
             import_extra("ray").shutdown()
 
     def run(self, job: Job, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Any]]:
-        """Yield every chunk with its result, in order; chunks are taken as there is room for them."""
+        """Yield every chunk with its result, in order; chunks are read as workers become free."""
         if self._cluster.workers == 0:
             with _threads(self._cluster.threads):
                 job.set_up(self._model)
@@ -99,7 +99,7 @@ class Engine:
 
 
 def _connect(cluster: Cluster, model: nn.Module) -> bool:
-    """Have Ray running in this process; returns whether it was not before."""
+    """Connect this process to Ray; return whether it was not connected before."""
     ray = import_extra("ray")
     if ray.is_initialized():
         return False
@@ -111,7 +111,7 @@ def _connect(cluster: Cluster, model: nn.Module) -> bool:
             options["num_cpus"] = cluster.workers * cluster.threads
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray announces its own future changes
+            warnings.simplefilter("ignore")  # Ray warns about its own future changes
             ray.init(address=cluster.address or "local", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
@@ -123,7 +123,7 @@ def _connect(cluster: Cluster, model: nn.Module) -> bool:
 
 @contextmanager
 def _threads(threads: int) -> Generator[None]:
-    """Compute with so many threads: the number can change the last bits of a sum."""
+    """Set the number of threads, which can change the last bits of a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -133,7 +133,7 @@ def _threads(threads: int) -> Generator[None]:
 
 
 class Worker:
-    """The actor: holds the model and the present job, does one chunk at a time."""
+    """The actor: holds the model and the current job, runs one chunk at a time."""
 
     def __init__(self, model: nn.Module, threads: int, on_gpu: bool) -> None:
         torch.set_num_threads(threads)
@@ -142,14 +142,14 @@ class Worker:
         self._number = -1
 
     def ready(self) -> bool:
-        """Put the model in place; an error here comes back as it is, one in the constructor would not."""
+        """Load the model; an error here is returned unchanged, unlike one in the constructor."""
         on_gpu = self._on_gpu and torch.cuda.is_available()
         if on_gpu:
             self._model = self._model.to("cuda")
         return on_gpu
 
     def run(self, number: int, job: list[Any], chunk: Chunk, careful: bool) -> Any:
-        """Do one chunk of the job with this number, which is fetched when it is a new one."""
+        """Run one chunk of the job with this number, which is fetched if it is new."""
         if self._job is None or number != self._number:
             fetched: Job = import_extra("ray").get(job[0])
             fetched.set_up(self._model)
@@ -162,11 +162,11 @@ class _Member:
     """A worker as the driver sees it."""
 
     actor: Any
-    busy: list[Any] = field(default_factory=list)  # references to the results it owes
+    busy: list[Any] = field(default_factory=list)  # references to its pending results
 
 
 class _Team:
-    """All workers, and who is at what."""
+    """All workers and their assignments."""
 
     def __init__(self, model: nn.Module, cluster: Cluster, spare_cpus: int) -> None:
         self._ray = import_extra("ray")
@@ -176,11 +176,11 @@ class _Team:
         )(Worker)
         self._arguments = (self._ray.put(model), cluster.threads, cluster.gpus > 0)
         self._number, self._job = -1, [None]
-        self._starting: dict[Any, _Member] = {}  # by the reference that says it is up
+        self._starting: dict[Any, _Member] = {}  # by the reference that resolves when it has started
         self._ready: list[_Member] = []
         self._work: dict[Any, tuple[_Member, Chunk]] = {}  # by the reference of the result
         self._again: deque[Chunk] = deque()
-        self._deaths: dict[int, int] = {}  # of workers, by the number of the chunk they were at
+        self._deaths: dict[int, int] = {}  # deaths of workers, by the number of their chunk
         self._failed_starts = 0
         for _ in range(self._size):
             self._hire()
@@ -208,11 +208,11 @@ class _Team:
             self._wait(results)
 
     def _begin(self, job: Job) -> None:
-        """Forget an earlier job, also one that was left in the middle."""
+        """Drop an earlier job, also an unfinished one."""
         for member, _ in [*self._work.values()]:
             self._bury(member)
         self._work, self._again, self._deaths = {}, deque(), {}
-        # In a list it travels as a reference, and only a worker that does not have the job yet fetches it.
+        # Inside a list it is sent as a reference, which only a worker without the job fetches.
         self._number, self._job = self._number + 1, [self._ray.put(job)]
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class _Team:
             self._ray.kill(member.actor)
 
     def _free(self) -> _Member | None:
-        """The worker with the least to do, if it may have more."""
+        """Return the least busy worker, if it can take another chunk."""
         member = min(self._ready, key=lambda one: len(one.busy), default=None)
         return member if member is not None and len(member.busy) < _PER_WORKER else None
 
@@ -245,7 +245,7 @@ class _Team:
         self._work[result] = (member, chunk)
 
     def _wait(self, results: dict[int, Any]) -> None:
-        """Wait until something has happened and take note of it."""
+        """Wait for the next event and handle it."""
         done, _ = self._ray.wait([*self._work, *self._starting], num_returns=1, timeout=None)
         for reference in done:
             if reference in self._starting:
@@ -289,7 +289,7 @@ class _Team:
             self._again.append(chunk)
 
     def _bury(self, member: _Member) -> None:
-        """Replace a worker that is gone, or out of reach, once."""
+        """Replace a worker that is dead or unreachable, once."""
         if member in self._ready:
             self._ready.remove(member)
             self._dismiss(member)
@@ -305,12 +305,12 @@ class _Team:
 
 
 def _room(ray: Any, cluster: Cluster, spare_cpus: int) -> int:
-    """How many workers to start."""
+    """Return the number of workers to start."""
     total = ray.cluster_resources()
     cpus = int((total.get("CPU", 0) - spare_cpus) // cluster.threads)
     room = cpus if not cluster.gpus else min(cpus, int(total.get("GPU", 0) / cluster.gpus))
     workers = room if cluster.workers is None else cluster.workers
-    # A cluster that grows on demand may have no room yet; but a dataset would wait for ever for a CPU that workers hold.
+    # A cluster that grows on demand may have no room yet; but a dataset would wait forever for a CPU that workers hold.
     if (cluster.workers is None and room < 1) or (spare_cpus and workers > room):
         wanted = f"{max(workers, 1)} worker(s) of {cluster.threads} CPU(s) and {cluster.gpus:g} GPU(s)"
         spare = f", and {spare_cpus} CPU for the dataset" if spare_cpus else ""

@@ -17,7 +17,7 @@ def import_extra(module: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what these packages say at import concerns their own authors
+            warnings.simplefilter("ignore")  # warnings at import concern only the authors of these packages
             return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]

@@ -1,7 +1,7 @@
 """`fit` over many workers: the reference from all the data, the rest from a bounded sample of rows.
 
-A scorer and a threshold need vectors, not only moments. Rows are some thousand numbers each, so no more than `max_rows`
-of each set, chosen at random, are brought to the driver, and only those images are run for them.
+A scorer and a threshold need vectors, not only moments. Rows are some thousand numbers each, so at most `max_rows`
+of each set, chosen at random, are sent to the driver, and only those images are run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from neuralmean.data.batch import Batch
 from neuralmean.data.images import Unreadable
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
-from neuralmean.detector.fitting import warn_if_weak
+from neuralmean.detector.fitting import warn_if_left_out, warn_if_weak
 from neuralmean.detector.learnt import FitOptions, FitSetup, learn
 from neuralmean.errors import InputError, NeuralMeanWarning
 from neuralmean.jobs.cluster.api import Model, resolve_model
@@ -57,31 +57,31 @@ def fit(
 ) -> Detector:
     """Fit a detector as `Detector.fit` does, with images read and run by many workers.
 
-    Where the model has no batch-norm buffers the reference comes from all of `id_data`, exactly. Scorer and threshold
-    come from at most `max_rows` images of each set, chosen at random (seeded); a warning says so where that leaves some
+    Without batch-norm buffers the reference comes from all of `id_data`, exactly. Scorer and threshold
+    come from at most `max_rows` images of each set, chosen at random (seeded); a warning says so if that leaves some
     out. The driver needs memory for `3 * max_rows * channels` float32 (and as much again for `statistic="both"`).
     Without `held_out` no images are rotated: the threshold comes from a part of `id_data` kept aside.
 
     Args:
         model: A spec (`"timm:resnet50"`), a model, or a function that makes one.
         id_data: In-distribution images: folders, files, globs, `.npz`, `.parquet`, `.tar`, or a `ray.data.Dataset`.
-        ood_data: Images that are not, in the same forms; without them a scorer that needs some gets crafted ones.
+        ood_data: Out-of-distribution images, in the same forms; without them a scorer that needs some gets crafted ones.
         held_out: In-distribution images that the model was not trained on, for the threshold.
         layers: Dotted names or globs; None chooses.
         statistic: `"mean"`, `"variance"` or `"both"`.
-        scorer: Name of a scorer; None takes the best one for the data given.
+        scorer: Name of a scorer; None chooses the best one for the data.
         false_alarm_rate: Share of in-distribution images that may be flagged.
-        confidence: Probability with which the rate holds for these held-out images; None for on average.
-        max_rows: Images of each set that scorer and threshold are made from.
-        preprocessing: What to do to the images; None takes what the spec says.
+        confidence: Probability with which the rate holds for these held-out images; None if it should hold on average.
+        max_rows: Maximum number of images of each set from which scorer and threshold are learnt.
+        preprocessing: What to do to the images; None takes that of the spec.
         address: An existing Ray cluster; None works on this machine.
-        workers: How many; None fills the cluster, 0 works in this process without Ray.
+        workers: Number of workers; None fills the cluster, 0 works in this process without Ray.
         threads: Threads and CPUs of each worker.
         gpus: GPUs of each worker.
         batch_size: Images per forward pass.
-        chunk_size: Images that are handed out together.
+        chunk_size: Images per chunk.
         column: The column of images in parquet files and datasets.
-        on_unreadable: Called with each input that gives no image.
+        on_unreadable: Called with each input that cannot be read.
     """
     work = Work(Cluster(address, workers, threads, gpus), batch_size, chunk_size, column)
     network, how = resolve_model(model, preprocessing)
@@ -97,12 +97,13 @@ def fit(
         options = FitOptions(false_alarm_rate, early_exit=False, batch_size=batch_size, confidence=confidence)
         learnt, _ = learn(setup, sets[0], sets[1], sets[2], options)
     detector.adopt(learnt)
-    warn_if_weak(learnt.source or "held_out")
+    warn_if_weak(learnt.source or "held_out", learnt.calibration)
+    warn_if_left_out(learnt.scorer)
     return detector
 
 
 class _Images:
-    """A set of images as `Detector.fit` sees it: it knows its length, and the observer knows how to read it."""
+    """A set of images for `Detector.fit`: it has a length, and the observer can read it."""
 
     batch_size = 1  # so that the detector, which counts batches, counts images
 
@@ -116,7 +117,7 @@ class _Images:
 
 
 class _Once:
-    """Passes on what could not be read, once, although images may be read twice."""
+    """Reports each unreadable input once, although images may be read twice."""
 
     def __init__(self, tell: Callable[[Unreadable], None] | None) -> None:
         self._tell, self._told = tell, set[str]()
@@ -129,7 +130,7 @@ class _Once:
 
 @dataclass(frozen=True)
 class _Office:
-    """Whoever gives out the work of a fit: the model, who runs it, how to read for it, who hears of bad images."""
+    """The driver of a fit: the model, the engine, how images are read, and who is told of unreadable ones."""
 
     model: nn.Module
     engine: Engine
@@ -138,7 +139,7 @@ class _Office:
 
 
 class _RemoteObserver(Observer):
-    """An observer whose rows are made by workers."""
+    """An observer whose statistics are computed by workers."""
 
     def __init__(self, office: _Office, layers: tuple[Layer, ...], *, variance: bool, head: HeadChoice) -> None:
         super().__init__(office.model, layers, variance=variance, head=head)
@@ -152,7 +153,7 @@ class _RemoteObserver(Observer):
         if total > data.max_rows:
             warnings.warn(
                 f"`{name}` has {total:,} images; scorer and threshold come from {data.max_rows:,} of them, chosen at random. "
-                "Raise `max_rows` to use more, where memory allows.",
+                "Raise `max_rows` to use more, if memory allows.",
                 NeuralMeanWarning,
                 stacklevel=6,
             )
@@ -169,10 +170,10 @@ class _RemoteObserver(Observer):
             raise InputError(f"Expected `{name}` to hold at least one image that can be read, but there is none.")
 
     def count(self, data: _Images, batch_size: int) -> None:
-        """Return None: how many chunks a sample is in shows only when it is read."""
+        """Return None: the number of chunks of a sample is unknown until it is read."""
 
     def _find_head(self, data: _Images, name: str) -> None:
-        """Have the layer that gives the logits found, here, with the first images that can be read."""
+        """Find the layer that gives the logits, in this process, with the first readable images."""
         for chunk in data.chunks if self._head_is_open else ():
             for _, images in Batches(chunk.piece, self._office.reading):
                 with torch.no_grad():
@@ -182,12 +183,12 @@ class _RemoteObserver(Observer):
 
 @dataclass(frozen=True, eq=False)
 class _RemoteSetup(FitSetup):
-    """The setup of a detector that learns with the help of workers."""
+    """The setup of a detector that is fitted by workers."""
 
     office: _Office
 
     def observer(self, head: HeadChoice) -> Observer:
-        """Return what has the workers run the model."""
+        """Return an observer that runs the model in the workers."""
         return _RemoteObserver(self.office, self.layers, variance=self.statistic != "mean", head=head)
 
 

@@ -1,6 +1,6 @@
-"""What is done to a chunk: score it, take its moments, or bring back its rows. One object a worker, made once.
+"""Jobs on a chunk: score it, compute its moments, or return its statistics. Each worker makes one object, once.
 
-A job runs the same in this process and in a worker on another machine; only its result travels.
+A job runs in the same way in this process and in a worker on another machine; only its result is sent.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from neuralmean.recording.reference import Reference
 
 
 class Job(Protocol):
-    """Something that can be done to a chunk."""
+    """A job that runs on a chunk."""
 
     reading: Reading
 
     def set_up(self, model: nn.Module) -> None:
-        """Take the model: called once, where the work will be done."""
+        """Receive the model; called once, in the worker."""
 
     def run(self, chunk: Chunk, *, careful: bool = False) -> Any:
-        """Do the chunk and return what travels back."""
+        """Run the chunk and return the result that is sent back."""
 
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """Scores of a chunk's images, in order, and what could not be read; higher = more OOD."""
+    """Scores of a chunk's images, in order, and the unreadable inputs; higher = more OOD."""
 
     names: list[str] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ class ChunkReference:
 
 
 class ReferenceJob:
-    """Takes the moments of images: some thousand numbers a chunk, whatever is in it."""
+    """Computes the moments of images: some thousand numbers per chunk, whatever its size."""
 
     def __init__(self, layers: tuple[Layer, ...], reading: Reading) -> None:
         self.reading = reading
@@ -108,7 +108,7 @@ class ReferenceJob:
         self._recorder: Recorder | None = None
 
     def set_up(self, model: nn.Module) -> None:
-        """Take the model."""
+        """Receive the model."""
         self._recorder = Recorder(model, self._layers, variance=True)
 
     def run(self, chunk: Chunk, *, careful: bool = False) -> ChunkReference:
@@ -124,7 +124,7 @@ class ReferenceJob:
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """Channel statistics of a chunk's images, and of the same images with their blocks permuted where asked for."""
+    """Channel statistics of a chunk's images, and of the same images with their blocks permuted if requested."""
 
     rows: ChannelStats | None
     crafted: ChannelStats | None
@@ -136,7 +136,7 @@ class ChunkRows:
 
 
 class RowsJob:
-    """Brings back the rows themselves, for a fit that needs them: the caller bounds how many."""
+    """Returns the statistics themselves, for a fit that needs them; the caller bounds their number."""
 
     def __init__(
         self, layers: tuple[Layer, ...], reading: Reading, *, variance: bool, head: str | None, crafted: bool
@@ -146,7 +146,7 @@ class RowsJob:
         self._observer: Observer | None = None
 
     def set_up(self, model: nn.Module) -> None:
-        """Take the model."""
+        """Receive the model."""
         self._observer = Observer(model, self._layers, variance=self._variance, head=self._head)
 
     def run(self, chunk: Chunk, *, careful: bool = False) -> ChunkRows:

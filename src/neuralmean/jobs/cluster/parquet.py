@@ -1,7 +1,7 @@
-"""Parquet files of images, and what an Arrow column of images may look like.
+"""Parquet files of images, and the forms of an Arrow column of images.
 
 An image is the bytes of a file, a struct with `bytes` in it (as Hugging Face writes them), or a uint8 array: an Arrow
-tensor, one of Ray's, or nested lists. ScoreRow groups are the unit in which parquet can be entered; a chunk lies within one.
+tensor, one of Ray's, or nested lists. Parquet can only be read from the start of a row group; a chunk lies within one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ParquetRows:
 
     @property
     def names(self) -> list[str]:
-        """Such as `photos.parquet#12`."""
+        """Names such as `photos.parquet#12`."""
         return [row_name(self.path, self.first + row) for row in self.rows]
 
     def items(self) -> Iterator[Item]:
@@ -101,7 +101,7 @@ def open_parquet(path: str) -> Any:
 
 
 def image_column(schema: Any, column: str | None, where: str) -> str:
-    """Return the column that holds the images: the one asked for, a usual name, or the only one that can."""
+    """Return the column that holds the images: the requested one, a usual name, or the only possible one."""
     names = list(schema.names)
     if column is not None:
         if column not in names:
@@ -114,7 +114,7 @@ def image_column(schema: Any, column: str | None, where: str) -> str:
     if len(able) != 1:
         raise InputError(
             f"Expected {where!r} to have a column of images with one of the names {list(COLUMNS)}, but it has {names}. "
-            "Say which with `column`."
+            "Choose one with `column`."
         )
     return str(able[0])
 
@@ -130,7 +130,7 @@ def images_of(values: Any) -> Iterator[Item]:
 
 
 def names_of(block: Any) -> list[str] | None:
-    """Return the names that the rows of an Arrow table bring along, where they do."""
+    """Return the names of the rows of an Arrow table, if it has a column of names."""
     for name in NAME_COLUMNS:
         if name in block.schema.names:
             return [str(value) for value in block.column(name).to_pylist()]
@@ -161,16 +161,16 @@ def _image(value: Any) -> Item:
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if value is None:
-        return Unreadable("", "there is nothing in this row")
+        return Unreadable("", "this row is empty")
     if isinstance(value, str):
         return Unreadable("", "the row holds text and no image; to score files, pass their folder")
     try:
         array = np.asarray(value)
-        # Nested lists come back as int64; only whole numbers of a byte are pixels.
+        # Nested lists arrive as int64; only values of a byte are pixels.
         if array.dtype.kind in "iu" and array.size and array.min() >= 0 and array.max() <= 255:
             array = array.astype(np.uint8)
     except (ValueError, TypeError, OverflowError):
-        return Unreadable("", "the row is no array of one shape")
+        return Unreadable("", "the row is not an array of one shape")
     return _checked(array)
 
 
@@ -186,7 +186,7 @@ def _checked(array: Any) -> Item:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What reading a damaged file may raise: Arrow has a family of its own."""
+    """Return the exceptions that reading a damaged file may raise, with Arrow's own."""
     own: type[Exception] = import_extra("pyarrow").ArrowException
     return (own, OSError, ValueError, TypeError, LookupError, NotImplementedError, MemoryError)
 

@@ -1,7 +1,7 @@
-"""What one chunk reads: files, rows of an array file, or what could not be looked into at all.
+"""The inputs of one chunk: files, rows of an array file, or an unreadable container.
 
-A piece is small and travels to a worker; the worker calls `items` and gets images one after the other, each a path, the
-bytes of a file, an array or the reason why there is none. Decoding is the business of `reading`, not of this file.
+A piece is small and is sent to a worker; the worker calls `items` and gets images one after the other, each a path, the
+bytes of a file, an array or the reason why there is none. Decoding happens in `reading`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Piece(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """What each input is called; the name is in the result."""
+        """The name of each input, for the result."""
 
     def items(self) -> Iterator[Item]:
         """Read the inputs, one at a time, in order."""
 
     def select(self, places: Sequence[int]) -> Piece:
-        """Return the piece with only the inputs at these places, which rise."""
+        """Return the piece with only the inputs at these positions, in increasing order."""
 
     def describe(self) -> Any:
         """Return JSON values that are equal for equal pieces, also in another process."""
@@ -71,11 +71,11 @@ class ArrayRows:
 
     @property
     def names(self) -> list[str]:
-        """Such as `images.npz#12`."""
+        """Names such as `images.npz#12`."""
         return [row_name(self.path, row) for row in self.rows]
 
     def items(self) -> Iterator[Item]:
-        """Yield one image (H, W, C) after the other, from stretches of neighbouring rows."""
+        """Yield one image (H, W, C) after the other, from runs of neighbouring rows."""
         try:
             with ArrayFile(self.path) as file:
                 for first, stop in stretches(self.rows, _ROWS_AT_ONCE):
@@ -97,7 +97,7 @@ class ArrayRows:
 
 @dataclass(frozen=True)
 class Closed:
-    """Something that was named but cannot be looked into: a folder without permission, a damaged archive."""
+    """A source that cannot be opened: a folder without permission, a damaged archive."""
 
     note: Unreadable
 
@@ -111,7 +111,7 @@ class Closed:
         yield self.note
 
     def select(self, places: Sequence[int]) -> Closed:
-        """Return itself: there is only one thing in it."""
+        """Return itself: it has a single input."""
         return self
 
     def describe(self) -> Any:
@@ -120,7 +120,7 @@ class Closed:
 
 
 def stretches(rows: Sequence[int], limit: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield the runs of neighbours among rising numbers, as first and one after the last, at most `limit` long.
+    """Yield the runs of consecutive numbers, as first and one after the last, at most `limit` long.
 
     Example:
         >>> list(stretches([3, 4, 5, 9])), list(stretches([3, 4, 5], 2))

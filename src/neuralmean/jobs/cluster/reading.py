@@ -1,7 +1,7 @@
-"""From a piece to batches for the model: what a worker does first.
+"""Turns a piece into batches for the model, in a worker.
 
 Everything is decoded here, in the worker's one thread. A chunk that has killed a worker before is read with care: each
-image is decoded in a process of its own making, so that only the image that kills is lost.
+image is decoded in a separate process, so that only the image that crashes it is lost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Reading:
 
 @dataclass
 class Batches:
-    """Goes through a piece once; `unreadable` fills up on the way."""
+    """Iterates over a piece once; fills `unreadable` on the way."""
 
     piece: Piece
     how: Reading

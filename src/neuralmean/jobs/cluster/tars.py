@@ -1,7 +1,7 @@
 """WebDataset tars: which images are in them, and their bytes, without unpacking anything to disk.
 
-The driver reads the headers once; a chunk carries the place of each image in the file, and a worker reads just these
-bytes. Only plain `.tar` files: inside a compressed one there is no way to begin in the middle.
+The driver reads the headers once; a chunk holds the position of each image in the file, and a worker reads just these
+bytes. Only plain `.tar` files: a compressed one cannot be read from the middle.
 """
 
 from __future__ import annotations
@@ -51,35 +51,35 @@ class TarMembers:
                     yield _read(file, member, size)
         except OSError as error:
             while True:
-                yield Unreadable("", f"the system said: {error.strerror or error}")
+                yield Unreadable("", f"the system reported: {error.strerror or error}")
 
     def select(self, places: Sequence[int]) -> TarMembers:
         """Return some of the images."""
         return TarMembers(self.path, tuple(self.members[place] for place in places))
 
     def describe(self) -> Any:
-        """Return the path, names and places."""
+        """Return the path, names and positions."""
         return ["tar", self.path, *([member.name, member.offset, member.size] for member in self.members)]
 
 
 def list_members(path: str) -> Iterator[Member | Unreadable]:
-    """Yield the images of a tar in order; where it is damaged, say so once and stop. Other members are passed over."""
+    """Yield the images of a tar in order; where it is damaged, yield the reason once and stop. Other members are skipped."""
     try:
         end = 0
         with tarfile.open(path, "r:") as archive:
             while (entry := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined] # else it would remember every header
+                archive.members = []  # type: ignore[attr-defined] # otherwise it would keep every header
                 end = entry.offset_data + entry.size
                 if entry.isreg() and PurePosixPath(entry.name).suffix.lower() in EXTENSIONS:
                     yield Member(entry.name, entry.offset_data, entry.size)
         # Every tar ends with empty blocks. Without them `tarfile` stops silently at whatever is the last whole member.
         if Path(path).stat().st_size < end + 2 * tarfile.BLOCKSIZE:
-            yield Unreadable(path, "it was cut short: the mark at its end is missing")
+            yield Unreadable(path, "it was cut short: its end mark is missing")
     except tarfile.TarError:
         yield Unreadable(path, _COMPRESSED)
     except (OSError, ValueError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield Unreadable(path, f"the system said: {reason}")
+        yield Unreadable(path, f"the system reported: {reason}")
 
 
 def _read(file: Any, member: Member, size: int) -> Item:

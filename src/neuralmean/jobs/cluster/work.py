@@ -1,4 +1,4 @@
-"""How work is done, in one value: by whom, in which portions, how images are read; and the steps that all functions share."""
+"""Settings of the work in one value: the cluster, the chunks, how images are read; and the steps that all functions share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Work:
     """Settings that every function of this subpackage takes.
 
     Attributes:
-        cluster: Who does it.
+        cluster: Where it runs.
         batch_size: Images per forward pass.
-        chunk_size: Images that are handed out together.
+        chunk_size: Images per chunk.
         column: The column of images in parquet files and datasets; None looks for one.
     """
 
@@ -40,11 +40,11 @@ class Work:
         return Chunks(sources, size=self.chunk_size, column=self.column, sample=sample)
 
     def reading(self, preprocessing: Preprocessing) -> Reading:
-        """Say how images are read."""
+        """Return how images are read."""
         return Reading(preprocessing, self.batch_size)
 
     def engine(self, network: nn.Module, *sets: Chunks) -> Engine:
-        """Return an engine for these sets; Ray is left a CPU to read datasets with, where there are any."""
+        """Return an engine for these sets; one CPU is left for Ray to read datasets, if there are any."""
         return Engine(network, self.cluster, spare_cpus=1 if any(chunks.is_dataset for chunks in sets) else 0)
 
 
@@ -73,7 +73,7 @@ def add_up(
 
 
 def tell(on_unreadable: Callable[[Unreadable], None] | None, notes: Iterable[Unreadable]) -> None:
-    """Pass on what could not be read, where somebody wants to know."""
+    """Report unreadable inputs, if there is a callback."""
     if on_unreadable is not None:
         for note in notes:
             on_unreadable(note)

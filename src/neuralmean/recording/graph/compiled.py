@@ -10,13 +10,13 @@ import json
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from neuralmean.errors import InputError
+from neuralmean.files.artefact import add_tensor
+from neuralmean.files.cache import cache_folder
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -63,7 +65,7 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
     Raises:
         InputError: There is no C++ compiler, or it failed; the message is the reason.
     """
-    folder = cache_folder()
+    folder = cache_folder("graphs")
     packages = [folder / f"{_key(program, weights)}.pt2" for program in programs]
     if not all(package.is_file() for package in packages):
         for left in folder.glob("tmp*"):  # of a process that was killed
@@ -77,31 +79,6 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
     for package in packages:
         os.utime(package)
     return [_load(package) for package in packages]
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled packages, made if there is none.
-
-    Raises:
-        InputError: Somebody else may write to it.
-    """
-    if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "neuralmean" / "graphs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise InputError(f"the cache folder {str(folder)!r} cannot be made ({error.strerror})") from error
-    if hasattr(os, "getuid"):
-        found = folder.lstat()
-        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
-            raise InputError(f"{str(folder)!r} must be a folder of your own that nobody else may use (mode 0700)")
-    return folder
 
 
 def check_compiler() -> None:
@@ -151,32 +128,21 @@ def _load(package: Path) -> Graph:
     from torch._inductor.package.package import load_package
 
     loader: Any = load_package(str(package), num_runners=N_RUNNERS).loader
-
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = loader.boxed_run(list(inputs))
-        return found
-
-    return run
+    return lambda inputs: loader.boxed_run(list(inputs))
 
 
 def _key(program: ExportedProgram, weights: str) -> str:
     """Return a name for what is compiled, and where."""
     from neuralmean import __version__
 
-    processor = platform.processor(), platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor_name()
+    processor = [platform.processor(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    with suppress(OSError):  # Linux says no more than x86_64 by itself
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor += sorted({line for line in lines if line.startswith(("model name", "flags"))})
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     digest = hashlib.sha256(repr((weights, torch.__version__, __version__, processor, _CHILD, shapes)).encode())
     digest.update(str(program.graph).encode())
     for name, value in sorted(program.constants.items()):
         if isinstance(value, Tensor):
-            digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+            add_tensor(digest, name, value)
     return digest.hexdigest()
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from neuralmean.data.batch import Batch
+from neuralmean.data.probes import SEVERAL, are_close, noise, odd_inputs
 from neuralmean.errors import InputError
 from neuralmean.models.execution import device_of, is_compiled, shared_copy
 from neuralmean.models.layers import unwrap
+from neuralmean.models.repeats import check_repeats
 from neuralmean.recording.graph.capture import capture
-from neuralmean.recording.graph.checks import SEVERAL, are_close, check_repeats, noise, odd_inputs
 from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_programs
 from neuralmean.recording.module import RecordingModule
 from neuralmean.recording.observer import ChannelStats, Observer
@@ -47,23 +47,12 @@ class FlatRecording(nn.Module):
 
 @dataclass(frozen=True)
 class FrozenGraphs:
-    """Compiled graphs of one recorded pass.
+    """Compiled graphs of one recorded pass."""
 
-    Attributes:
-        single: For one input; None where the model is as fast.
-        several: For more of them; None likewise.
-        shape: Of one input.
-        spec: How the model's output is put together of its tensors.
-    """
-
-    single: Graph | None
-    several: Graph | None
-    shape: torch.Size
-    spec: Any
-
-    def for_size(self, size: int) -> Graph | None:
-        """Return the graph for so many inputs."""
-        return self.single if size == 1 else self.several if size > 1 else None
+    single: Graph | None  # for one input; None where the model is as fast
+    several: Graph | None  # for more of them; None likewise
+    shape: torch.Size  # of one input
+    spec: Any  # how the model's output is put together of its tensors
 
 
 class FrozenObserver(Observer):
@@ -98,7 +87,8 @@ class FrozenObserver(Observer):
         fits = type(x) is Tensor and x.dtype is torch.float32 and x.shape[1:] == self.graphs.shape
         fits = fits and x.device.type == "cpu" and not x.requires_grad and not torch.is_autocast_enabled("cpu")
         fits = fits and modules is self._modules and device_of(modules).type == "cpu" and os.getpid() == self._process
-        return self.graphs.for_size(len(x)) if fits else None
+        graph = self.graphs.single if len(x) == 1 else self.graphs.several
+        return graph if fits and len(x) else None
 
     def read(self, found: list[Tensor]) -> tuple[Any, ChannelStats]:
         """Return the output and the rows in what a graph returned."""
@@ -171,16 +161,11 @@ def _compare(observer: Observer, frozen: FrozenObserver, x: Tensor) -> None:
 
 def _faster(observer: Observer, frozen: FrozenObserver, x: Tensor, graph: Graph) -> Graph | None:
     """Return the graph if it takes less time than the model."""
-    ways: tuple[Callable[[], Any], ...] = (
-        lambda: observer.observe(Batch((x,))),
-        lambda: frozen.observe(Batch((x,))),
-    )
     taken: list[list[float]] = [[], []]
-    for turn in range(_ROUNDS + 2):
-        for index, way in enumerate(ways):
+    for _ in range(_ROUNDS + 2):
+        for times, way in zip(taken, (observer, frozen), strict=True):
             begin = time.perf_counter()
-            way()
-            if turn >= 2:  # the first ones set things up
-                taken[index].append(time.perf_counter() - begin)
-    model, own = map(statistics.median, taken)
+            way.observe(Batch((x,)))
+            times.append(time.perf_counter() - begin)
+    model, own = (statistics.median(times[2:]) for times in taken)  # the first ones set things up
     return graph if own < _FASTER * model else None

@@ -225,7 +225,8 @@ async function showFlagged(flagged) {
     const entry = document.createElement("li"), picture = document.createElement("img"), text = document.createElement("span");
     picture.src = thumbnails.get(item.number);
     picture.alt = `Flagged input ${item.number}`;
-    text.textContent = `#${item.number}${item.predicted === null ? "" : `, class ${item.predicted}`}, p ${Number(item.p_value.toPrecision(1))}`;
+    const line = [`#${item.number}`, ...(item.predicted === null ? [] : [`class ${item.predicted}`]), `p ${Number(item.p_value.toPrecision(1))}`];
+    text.textContent = line.map((part) => part.replace(" ", "\u00a0")).join(", ");
     entry.append(picture, text);
     return entry;
   }));

@@ -1,4 +1,4 @@
-"""What tells whether a graph may take a model's place: the model must repeat itself, and the graph must give its numbers."""
+"""Whether a model is the same function in every pass: what no graph of it can show."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from neuralmean.data.probes import are_close
 from neuralmean.errors import InputError
 
-SEVERAL = 8
-_SIZES = (1, 2, 3, 5, 17)  # of the batches that numbers are compared on
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _DEEPEST = 4  # containers and objects in each other
 
@@ -38,34 +37,6 @@ def check_repeats(model: nn.Module, run: Callable[[], Any]) -> None:
             others = pytree.tree_flatten(run())[0]
         if len(others) != len(leaves) or not all(map(are_close, leaves, others)):
             raise InputError("its output differs from call to call, or depends on whether gradients are recorded")
-
-
-def odd_inputs(x: Tensor) -> Iterator[Tensor]:
-    """Yield inputs like `x`, and odd ones of its shape: noise, zeros, large numbers, batches of several sizes."""
-    yield x[:SEVERAL]
-    yield x[:1]
-    if x.is_floating_point():
-        for size in _SIZES:
-            given = noise(size, x)
-            yield from (given, torch.zeros_like(given), 50 * given, given.abs(), -given.abs())
-
-
-def noise(size: int, x: Tensor) -> Tensor:
-    """Return so many inputs of the shape and type of `x`, always the same."""
-    return torch.randn(size, *x.shape[1:], generator=torch.Generator().manual_seed(size)).to(x.dtype)
-
-
-def are_close(one: Tensor | None, other: Tensor | None, *, tolerance: float = 1e-5) -> bool:
-    """Whether two tensors agree up to rounding: to so many times the largest number in them, or ten times that of each number."""
-    if one is None or other is None:
-        return one is other
-    one, other = one.detach().cpu(), other.detach().cpu()
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    largest = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
-    return torch.allclose(one, other, rtol=10 * tolerance, atol=tolerance * max(1.0, largest), equal_nan=True)
 
 
 def _states(model: nn.Module) -> Iterator[Any]:

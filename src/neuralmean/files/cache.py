@@ -1,0 +1,35 @@
+"""The user's cache folder: for what can be made again, and is trusted because nobody else may write to it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from neuralmean.errors import InputError
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder in the user's cache, made if there is none, that nobody else may read or write.
+
+    Raises:
+        InputError: Somebody else may write to it.
+    """
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        root = Path.home() / "Library" / "Caches"
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "neuralmean" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(f"the cache folder {str(folder)!r} cannot be made ({error.strerror})") from error
+    if hasattr(os, "getuid"):
+        found = folder.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+            raise InputError(f"{str(folder)!r} must be a folder of your own that nobody else may use (mode 0700)")
+    return folder

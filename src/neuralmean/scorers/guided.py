@@ -1,0 +1,163 @@
+"""The default where out-of-distribution examples are given: what they teach is added to the score from ID data alone.
+
+A detector that learns from examples knows what those look like, and may be blind to everything else: logistic regression on
+4,000 images of CIFAR-100 loses to no examples at all on other sets. Here examples can only raise a score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from neuralmean.errors import InputError
+from neuralmean.scorers.base import JSON, Observation, VectorScorer
+from neuralmean.scorers.folds import folds
+from neuralmean.scorers.logistic import LogisticScorer
+from neuralmean.scorers.mlp import MlpScorer
+from neuralmean.scorers.typicality import TypicalityScorer
+
+SHARE = 1 / 3  # of the learnt part, beside a typicality score whose deviation is 1
+_LEARNERS: dict[str, type[LogisticScorer] | type[MlpScorer]] = {"logistic": LogisticScorer, "mlp": MlpScorer}
+
+
+class GuidedScorer(VectorScorer):
+    r"""Scores an input by its typicality, plus what a detector learnt from examples holds against it.
+
+    .. math::
+        s(x) = \frac{t(x) - \mathrm{mean}(t)}{\mathrm{std}(t)}
+            + \frac{1}{3} \max\Big(0, \frac{l(x) - \mathrm{mean}(l)}{\mathrm{std}(l)}\Big)
+
+    with :math:`t` the typicality score and :math:`l` the learnt one; means and deviations are those of in-distribution rows
+    that neither was learnt from.
+
+    Args:
+        learner: `"logistic"` or `"mlp"`.
+        seed: Of the typicality score and the folds.
+    """
+
+    name = "guided"
+    needs = TypicalityScorer.needs
+    uses_outliers = True
+    options = ("learner", "seed")
+    learnt = ("mean_", "std_")
+
+    mean_: Tensor  # (2,), of typicality and learnt score
+    std_: Tensor
+
+    def __init__(self, *, learner: str = "logistic", seed: int = 0) -> None:
+        if learner not in _LEARNERS:
+            raise InputError(f"Expected `learner` to be one of {sorted(_LEARNERS)}, but got {learner!r}.")
+        self.learner, self.seed = learner, seed
+        self.typicality = TypicalityScorer(seed=seed)
+        self.learned: LogisticScorer | MlpScorer = _LEARNERS[learner]()
+
+    def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
+        """Learn from `Observation`s of in-distribution and of out-of-distribution inputs."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
+        return self
+
+    def fit_and_score(
+        self,
+        inliers: Any,
+        outliers: Any,
+        others: Any,
+        origin: Tensor,
+        *,
+        chosen: Tensor | None = None,
+        whole: bool = False,
+    ) -> Tensor:
+        """Learn as `fit` does, and score rows that were made of the inliers; see `TypicalityScorer.fit_and_score`."""
+        if outliers is None or not len(outliers):
+            raise InputError(
+                "Expected `ood_data` to fit the 'guided' scorer, but got none. Pass some, or leave `scorer` out."
+            )
+        rows = torch.arange(len(inliers)) if chosen is None else chosen
+        # Both in one call: the rows themselves, to measure on, and those made of them.
+        known, made = len(rows), len(others)
+        everything = _stack(inliers.take(rows), others)
+        parts = torch.cat([torch.arange(known), origin])
+        typical = self.typicality.fit_and_score(inliers, None, everything, parts, chosen=chosen, whole=whole)
+        learnt = torch.full((known + made,), torch.nan)
+        for apart in folds(known, seed=self.seed, whole=whole):
+            self.learned.fit(inliers.vector, outliers.vector, rows[~apart])
+            scored = apart[parts].nonzero()[:, 0]
+            learnt[scored] = _score(self.learned, everything.vector[scored])
+        self.learned.fit(inliers.vector, outliers.vector, rows)
+        both = torch.stack([typical, learnt], dim=1).double()
+        fresh = both[:known][~both[:known].isnan().any(dim=1)]
+        self.mean_, self.std_ = fresh.mean(dim=0).float(), fresh.std(dim=0).clamp_min(1e-12).float()
+        return self._add(both[known:].float())
+
+    def score(self, vectors: Any) -> Tensor:
+        """Score each input of an `Observation`, shape (N,); higher = more OOD."""
+        self.check_fitted()
+        return self._add(self._both(vectors))
+
+    def score_batch(self, vectors: Any) -> Tensor:
+        r"""Score an `Observation` as one batch; the learnt part is that of the mean vector, scaled by :math:`\sqrt{N}`."""
+        self.check_fitted()
+        pooled = self.learned.score(vectors.vector.float().mean(dim=0, keepdim=True))[0]
+        scaled = self.mean_[1] + (pooled - self.mean_[1]) * len(vectors) ** 0.5
+        return self._add(torch.stack([self.typicality.score_batch(vectors), scaled])[None])[0]
+
+    def contributions(self, vectors: Any) -> Tensor:
+        """Share of each channel in the typicality, shape (N, D); with `terms` they add up to the score."""
+        self.check_fitted()
+        return self.typicality.contributions(vectors) / self.std_[0]
+
+    def terms(self, vectors: Any) -> dict[str, Tensor]:
+        """Return what belongs to no channel, (N,) each: the terms of the typicality, and *learnt*."""
+        own = {name: value / self.std_[0] for name, value in self.typicality.terms(vectors).items()}
+        own["constant"] = own["constant"] - self.mean_[0] / self.std_[0]
+        return {**own, "learnt": self.score(vectors) - self._standard(self._both(vectors))[:, 0]}
+
+    def left_out(self) -> dict[str, str]:
+        """Return the terms that do not count, each with the reason."""
+        return self.typicality.left_out()
+
+    def _both(self, vectors: Observation) -> Tensor:
+        return torch.stack([self.typicality.score(vectors), self.learned.score(vectors.vector.float())], dim=1)
+
+    def _standard(self, both: Tensor) -> Tensor:
+        return (both - self.mean_) / self.std_
+
+    def _add(self, both: Tensor) -> Tensor:
+        standard = self._standard(both)
+        return standard[:, 0] + SHARE * standard[:, 1].clamp_min(0)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what was learnt, by name, the parts' names in front."""
+        state = super().state()
+        for prefix, part in self._parts():
+            state |= {f"{prefix}.{name}": tensor for name, tensor in part.state().items()}
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Take over what another scorer of the same kind has learnt."""
+        super().load_state(state)
+        for prefix, part in self._parts():
+            start = f"{prefix}."
+            part.load_state({name[len(start) :]: value for name, value in state.items() if name.startswith(start)})
+        return self
+
+    def get_options(self) -> dict[str, JSON]:
+        """Return the constructor's arguments, as JSON values."""
+        return {"learner": self.learner, "seed": self.seed}
+
+    def _parts(self) -> tuple[tuple[str, VectorScorer], ...]:
+        return (("typicality", self.typicality), ("learned", self.learned))
+
+
+def _score(scorer: VectorScorer, vectors: Tensor) -> Tensor:
+    return scorer.score(vectors.float()).detach().float()
+
+
+def _stack(first: Observation, second: Observation) -> Observation:
+    """Return the rows of both; parts that are missing are missing in both."""
+    pairs = zip(first.parts(), second.parts(), strict=True)
+    return Observation(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))  # type: ignore[arg-type]
