@@ -60,22 +60,10 @@ def strange() -> Tensor:
     return 2 + 3 * torch.rand(100, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-_HOOK_STORES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-
 def count_hooks(model: nn.Module) -> int:
     """How many hooks of any kind there are on all submodules together, and replaced `forward` methods."""
-    hooks = sum(len(getattr(module, store)) for module in model.modules() for store in _HOOK_STORES)
-    return hooks + sum("forward" in module.__dict__ for module in model.modules())
+    stores = [store for module in model.modules() for name, store in vars(module).items() if "_hooks" in name]
+    return sum(map(len, stores)) + sum("forward" in vars(module) for module in model.modules())
 
 
 def _folder(variable: str) -> Path:

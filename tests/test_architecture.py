@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -92,6 +93,47 @@ def test_an_import_that_points_the_wrong_way_is_noticed(tmp_path):
             f"def late():\n    {line}\n{file.read_text()}".replace("from __future__ import annotations\n", "")
         )
         assert "recording" in imported_rooms(tree)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Return which modules each module imports while it is imported itself: not inside functions, not for types only."""
+    names = {".".join(("neuralmean", *path.relative_to(SRC).with_suffix("").parts)): path for path in SRC.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    return {name: set(_imported_at_once(ast.parse(path.read_text()), names)) - {name} for name, path in names.items()}
+
+
+def _imported_at_once(node: ast.AST, names: Collection[str]) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module != "neuralmean":  # the root holds the version
+            for alias in child.names:
+                found = f"{child.module}.{alias.name}"
+                yield from {found if found in names else str(child.module)} & set(names)
+        yield from _imported_at_once(child, names)
+
+
+def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the names on or before some cycle: those left when names without imports are removed again and again."""
+    left = dict(graph)
+    while done := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in done:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_module_is_in_a_cycle_of_imports():
+    graph = module_graph()
+    assert len(graph) > 200
+    assert find_cycle(graph) == []
+
+
+def test_a_cycle_of_imports_is_noticed():
+    graph = module_graph()
+    graph["neuralmean.stats.moments"] |= {"neuralmean.detector.detector"}
+    assert {"neuralmean.stats.moments", "neuralmean.detector.detector"} <= set(find_cycle(graph))
 
 
 def test_tests_mirror_the_rooms():

@@ -145,7 +145,7 @@ def test_a_request_that_two_servers_could_read_differently_is_refused(app, name)
         answer = answer_of(client)
         assert len(re.findall(rb"HTTP/1.1 \d", answer)) == 1
         status, sentence = refusal(answer)
-        assert (status, sentence) == (400, "Expected an HTTP/1.1 request, but what came cannot be read as one.")
+        assert (status, sentence) == (400, "Expected an HTTP/1.1 request, but it cannot be parsed.")
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])

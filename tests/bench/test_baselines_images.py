@@ -42,12 +42,12 @@ from neuralmean.models.fingerprint import fingerprint
 STD = (0.2, 0.25, 0.5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _peer():
-    """Import pytorch-ood once: its torchvision may warn about codecs that nothing here uses."""
+@pytest.fixture(scope="module")
+def _pytorch_ood():
+    """Import pytorch-ood or skip; its torchvision may warn about codecs that nothing here uses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import pytorch_ood.detector  # noqa: F401
+        pytest.importorskip("pytorch_ood.detector", reason="pytorch-ood is not installed", exc_type=ImportError)
 
 
 class Net(nn.Module):
@@ -184,6 +184,7 @@ class TestPerturbation:
 
 class TestOdin:
     @pytest.mark.parametrize(("temperature", "step"), [(1.0, 0.0), (10.0, 0.002), (1000.0, 0.0014)])
+    @pytest.mark.usefixtures("_pytorch_ood")
     def test_it_agrees_with_pytorch_ood(self, trained, batch, temperature, step):
         from pytorch_ood.detector import ODIN
 
@@ -236,6 +237,7 @@ class TestGaussians:
         found = Gaussians.of(features, labels).distances(test)
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-8)
 
+    @pytest.mark.usefixtures("_pytorch_ood")
     def test_distances_agree_with_pytorch_ood(self):
         from pytorch_ood.detector import Mahalanobis
 
@@ -353,6 +355,7 @@ class TestGram:
         found = gram.deviation(torch.tensor([[1.0, 3.0, 6.0]]), low, high)
         torch.testing.assert_close(found, torch.tensor([0.5 + 0.5]), rtol=1e-5, atol=0)
 
+    @pytest.mark.usefixtures("_pytorch_ood")
     def test_scores_agree_with_pytorch_ood(self, trained, draw):
         """The peer's scoring on our ranges and expectations; its own ranges are by label, ours by prediction."""
         from pytorch_ood.detector import Gram
@@ -476,6 +479,7 @@ def _fit_in(name, trained, draw, folder):
     return method
 
 
+@pytest.mark.usefixtures("_pytorch_ood")
 def test_exposure_loss_agrees_with_pytorch_ood():
     from pytorch_ood.loss import OutlierExposureLoss
 

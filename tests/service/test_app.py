@@ -447,7 +447,7 @@ def test_the_alarm_can_be_reset_but_not_by_another_site(app, strange):
             assert (await client.get("/live")).json()["monitor"]["drift"]
             refused = await client.post("/live/reset", headers={"Sec-Fetch-Site": "cross-site"})
             assert refused.status_code == 403
-            assert "a page of another site asks" in refused.json()["error"]
+            assert "comes from a page of another site" in refused.json()["error"]
             assert (await client.post("/live/reset")).json() == {"drift": False}
             assert not (await client.get("/live")).json()["monitor"]["drift"]
 

@@ -365,7 +365,7 @@ def test_what_fails_after_the_answer_is_logged_and_does_not_end_the_worker(passe
             await batcher.submit([_job(1)], timeout=10)
 
     _run(scenario, batcher)
-    assert caplog.text.count("The monitor could not take a batch in.") == 2
+    assert caplog.text.count("The monitor failed on a batch.") == 2
 
 
 def test_while_there_is_little_to_do_the_first_worker_does_it():

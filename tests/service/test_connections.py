@@ -204,7 +204,7 @@ def test_what_is_no_http_is_answered_in_json(app):
                 status, sentence = refusal(answer_of(client))
                 assert (status, sentence) == (
                     400,
-                    "Expected an HTTP/1.1 request, but what came cannot be read as one.",
+                    "Expected an HTTP/1.1 request, but it cannot be parsed.",
                 )
 
 

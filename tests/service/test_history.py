@@ -137,7 +137,7 @@ def test_without_thumbnails_there_is_no_picture(path):
 
 def test_files_that_are_no_history_are_refused(path, tmp_path):
     path.write_bytes(b"no database" * 100)
-    with pytest.raises(StorageError, match="to be a history, but SQLite says: file is not a database"):
+    with pytest.raises(StorageError, match="to be a history, but SQLite reported: file is not a database"):
         History(path)
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as connection:

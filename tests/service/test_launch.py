@@ -86,7 +86,7 @@ def test_an_open_server_without_a_token_is_warned_about(detector, monkeypatch, c
     )
     caplog.set_level(logging.INFO, "neuralmean.service")
     run_server(create_app(detector, None), host="0.0.0.0", port=0)
-    assert "Anybody who reaches 0.0.0.0 can use this server" in caplog.text
+    assert "Anyone who can reach 0.0.0.0 can use this server" in caplog.text
 
 
 @contextmanager

@@ -114,7 +114,7 @@ REFUSED = {
     "overflow": (_request(datatype="FP64", data=[1e300] * 4), "or numbers too large for FP32"),
     "outputs": (_request() | {"outputs": {}}, "Expected `outputs` to be a list of objects, but got an object"),
     "output": (_request() | {"outputs": [{"name": "x"}]}, "Expected the outputs to be among .* but got 'x'"),
-    "twice": (_request() | {"outputs": [{"name": "score"}] * 2}, "Expected every output to be asked for once"),
+    "twice": (_request() | {"outputs": [{"name": "score"}] * 2}, "Expected every output to be requested once"),
     "size": (
         _request(parameters={"binary_data_size": 3}),
         "Expected 3 bytes of binary data, as the request says, but it brings 0",

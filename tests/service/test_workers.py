@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_copied_has_one_worker_with_all_threads(detector,
     detector.model.lock = threading.Lock()
     (runner,) = make_runners(detector, None, 2)
     assert runner._threads == Threads(2, 2)
-    assert "Passes run one at a time, as the model cannot be copied: Expected a model" in caplog.text
+    assert "Passes run one at a time, because the model cannot be copied: Expected a model" in caplog.text
     assert "TinyNet cannot: cannot pickle '_thread.lock' object" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What an alarm tells: since when, which kind, and which items to look at."""
+"""Builds the details of an alarm: since when, which kind, and which items to review."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from neuralmean.stats.betting import BETS
 from neuralmean.stats.change_point import change_interval
 
 N_EXAMPLES = 12
-_PROBABILITY = 0.9  # of the change to have come within the interval
+_PROBABILITY = 0.9  # probability that the change is inside the interval
 
 
 def change_before(item: int, n_seen: int, recent: RecentItems, tests: ItemTests) -> tuple[int, int]:
-    """Return the first and the last item with which the change may have come, of those before `item`."""
+    """Return the first and the last item, before `item`, at which the change may have happened."""
     gains = _gains(item, n_seen, recent, tests)
     first, last = change_interval(gains, BOTH_WEIGHTS, probability=_PROBABILITY)
     return item - len(gains) + 1 + first, item - len(gains) + 1 + last
@@ -29,9 +29,9 @@ def describe(test: Test, item: int, n_seen: int, recent: RecentItems, tests: Ite
         test: The test.
         item: The item.
         n_seen: Items so far.
-        recent: The latest of them.
-        tests: The tests of single items, as far as they are now.
-        n_repeats: How many times in a row the input had been repeated by then.
+        recent: The latest items.
+        tests: The tests of single items, in their current state.
+        n_repeats: Number of consecutive repeats of the input at that item.
     """
     since = (
         (item - n_repeats, item - N_REPEATS + 1) if test == "repeats" else change_before(item, n_seen, recent, tests)
@@ -53,7 +53,7 @@ def describe(test: Test, item: int, n_seen: int, recent: RecentItems, tests: Ite
 
 
 def _gains(item: int, n_seen: int, recent: RecentItems, tests: ItemTests) -> NDArray[np.float64]:
-    """Return what each bet gained on the items that are remembered and tested, up to `item`."""
+    """Return the gain of each bet on the remembered and tested items, up to `item`."""
     rows: list[RecentItem] = recent.last(min(len(recent), tests.n), without=n_seen - item)
     return tests.gains(np.array([row[1:4] for row in rows], np.float64).reshape(-1, 3))
 

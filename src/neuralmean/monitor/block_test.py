@@ -1,4 +1,4 @@
-"""The test on blocks of a `Monitor`: means of 32 vectors, ranked among the blocks before, and the layers that moved."""
+"""The test on blocks of a `Monitor`: means of 32 vectors, ranked among the earlier blocks, and the layers that moved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FEWEST = 128  # held-out examples to compare with
 
 
 class Comparison(NamedTuple):
-    """How the latest vectors differ from those they are compared with; see `MonitorStatus`."""
+    """Differences between the latest vectors and their reference; see `MonitorStatus`."""
 
     discrepancy: float | None
     layers: tuple[LayerShift, ...]
@@ -37,13 +37,13 @@ class Comparison(NamedTuple):
 
 
 class BlockTest:
-    """Ranks the batch-level discrepancy of each block of 32 vectors among the blocks before it.
+    """Ranks the batch-level discrepancy of each block of 32 vectors among the earlier blocks.
 
     Args:
         layers: Names of the watched layers.
         columns: The layer of each column, (D,).
-        window: How many of the latest items are compared with what is known; also how many of the first ones are learnt from if
-            nothing is.
+        window: Number of latest items that are compared with the reference; also the number of first items to learn from if
+            there is no reference.
     """
 
     def __init__(self, layers: Sequence[str], columns: Tensor, window: int) -> None:
@@ -52,7 +52,7 @@ class BlockTest:
         self.begin(None, 0)
 
     def begin(self, known: HeldOutProfile | None, seed: int) -> None:
-        """Begin the test anew, given what held-out data looks like, if that is known, and the seed of ties."""
+        """Restart the test, given the profile of held-out data, if known, and the seed of ties."""
         self._known = known if known is not None and known.moments.count >= _FEWEST else None
         self._ranks, self.evidence = OnlineRanks(seed=seed), Evidence(WEIGHTS)
         self._blocks: deque[Moments] = deque(maxlen=self._window // BLOCK)
@@ -68,7 +68,7 @@ class BlockTest:
         return Moments.empty(len(self._columns))
 
     def update(self, vectors: Tensor) -> Floats:
-        """Take the next vectors in and return the logarithm of the evidence after each block that this completes."""
+        """Add the next vectors and return the logarithm of the evidence after each completed block."""
         row, found = 0, []
         while row < len(vectors):
             part = vectors[row : row + BLOCK - self._open.count]
@@ -90,7 +90,7 @@ class BlockTest:
         return [float(value) for value in self.evidence.update(gains)]
 
     def _profile(self) -> HeldOutProfile | None:
-        """Return what blocks are compared with; None while it is being learnt."""
+        """Return the moments that blocks are compared with; None while they are being learnt."""
         if self._known is not None:
             return self._known
         return self._bare(self._learnt) if self._learnt.count >= self._window else None
@@ -99,7 +99,7 @@ class BlockTest:
         return HeldOutProfile.bare(self._columns, moments, len(self._layers))
 
     def compare(self, *, drift: bool) -> Comparison:
-        """Return how far each layer has moved; before anything is known, only after an alarm for certain."""
+        """Return how far each layer has moved; without a profile, a layer counts as moved only after an alarm."""
         latest, profile = list(accumulate([self._open, *reversed(self._blocks)])), self._profile()
         window = latest[-1]
         if profile is None:
@@ -123,7 +123,7 @@ class BlockTest:
         return Comparison(discrepancy, *found, name)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `restore` needs: tensors by name, and JSON values."""
+        """Return the state for `restore`: tensors by name, and JSON values."""
         tensors, values = split_ranks(self._ranks)
         moments = [*self._blocks, self._open, self._learnt]
         tensors["mean"] = torch.stack([part.mean for part in moments])
@@ -132,7 +132,7 @@ class BlockTest:
         return tensors, {"ranks": values, "evidence": self.evidence.state(), "counts": counts}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on as at `state`, bit for bit, after `begin` with the same profile and seed.
+        """Continue from a `state`, bit for bit, after `begin` with the same profile and seed.
 
         Raises:
             ValueError: Values that no `state` could have returned.

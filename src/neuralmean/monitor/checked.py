@@ -1,4 +1,4 @@
-"""Numbers and ranks of a state file, each checked before it is used: nothing in a file is trusted."""
+"""Checks the numbers and ranks of a state file before they are used: nothing in a file is trusted."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def whole(value: Any, name: str, highest: int = MOST, lowest: int = 0) -> int:
 
 
 def split_ranks(ranks: OnlineRanks) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what `join_ranks` needs: tensors by name, and JSON values."""
+    """Return the state for `join_ranks`: tensors by name, and JSON values."""
     arrays, values = ranks.state()
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, values
 
 
 def join_ranks(tensors: dict[str, Tensor], values: dict[str, Any], fresh: OnlineRanks) -> OnlineRanks:
-    """Return ranks as they were, given those of the same detector that have seen nothing yet.
+    """Return the restored ranks, given new ones of the same detector.
 
     Raises:
         ValueError: Content that no stream could have led to.

@@ -1,4 +1,4 @@
-"""What a `Monitor` counts: items, flagged items by kind, and p-values."""
+"""Counters of a `Monitor`: items, flagged items by kind, and p-values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P_VALUE_EDGES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5,
 
 @dataclass
 class Counters:
-    """Counts since the beginning, which no reset touches; see `MonitorStatus` for what each is."""
+    """Counts since the beginning, unaffected by resets; see `MonitorStatus`."""
 
     n_seen: int = 0
     n_ood: int = 0
@@ -35,7 +35,7 @@ class Counters:
             self.p_value_sum += p_value
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON values."""
+        """Return the state for `restore`, as JSON values."""
         return asdict(self)
 
     @classmethod

@@ -15,17 +15,17 @@ from neuralmean.stats.moments import Moments
 def layer_shifts(
     layers: Sequence[str], parts: Sequence[Moments], profile: HeldOutProfile, *, n_reference: int | None, certain: bool
 ) -> tuple[tuple[LayerShift, ...], int]:
-    """Return how far each layer has moved, the farthest first, and over how many of the latest items that was taken.
+    """Return how far each layer has moved, the farthest first, and the number of latest items this is computed on.
 
-    A change shows in the mean of the window only once it fills much of the window. So the latest block, the latest two and so on
-    are compared as well, and the part with the clearest move is taken, if there is a clear one.
+    A change is visible in the mean of the window only once it fills much of the window. So the latest block, the latest two and
+    so on are compared as well, and the part with the clearest move is used, if there is a clear one.
 
     Args:
         layers: Names of the layers.
-        parts: Moments of such parts, growing; the window last.
-        profile: What to compare with.
-        n_reference: How many examples the profile's means come from; None for exact ones.
-        certain: Whether a layer may be said to have moved.
+        parts: Moments of these parts, in increasing size; the window last.
+        profile: The profile to compare with.
+        n_reference: Number of examples behind the profile's means; None for exact ones.
+        certain: Whether layers may be marked as moved.
     """
     off = 0.0 if n_reference is None else 1 / n_reference
     noise = torch.tensor([1 / part.count + off for part in parts], dtype=torch.float64)

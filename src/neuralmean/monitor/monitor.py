@@ -36,22 +36,22 @@ from neuralmean.stats.false_flags import most_false_flags
 
 Floats = NDArray[np.float64]
 
-HISTORY = 2048  # items that are remembered one by one
+HISTORY = 2048  # number of items kept in memory
 SHARES = {"items": 0.75, "thinned": 0.1, "blocks": 0.1, "repeats": 0.05}  # of the false-alarm rate
-TO_ACCEPT = 100  # items that a new normal needs
+TO_ACCEPT = 100  # items needed to accept a new normal
 
 
 class Monitor:
-    r"""Decides whether a stream of inputs has changed from what the detector was calibrated on.
+    r"""Detects when a stream of inputs differs from the data that the detector was calibrated on.
 
-    The alarm is a sequential test: it may be checked after every item, for ever, and the probability that it *ever* goes off on a
+    The alarm is a sequential test: it may be checked after every item, and the probability that it *ever* goes off on a
     stream that is exchangeable with the held-out data is at most `false_alarm_rate`. The tests share that rate (`SHARES`):
 
     - items: scores, ranked among the held-out scores and the stream so far, and counted in bins of the held-out scores alone
-    - thinned: the same of one item in 4, 16, ..., 1024, for streams whose neighbours resemble each other. How correlated a stream
-      is, is estimated from its latest 2,048 scores, and a test counts only if its items are far enough apart.
+    - thinned: the same of one item in 4, 16, ..., 1024, for streams with correlated neighbours. The correlation
+      is estimated from the latest 2,048 scores, and a test counts only if its items are far enough apart.
     - blocks: the batch-level discrepancy (Dong et al., CVPR 2022, Eq. 3 and 5 with :math:`|I| = 32`) of blocks of 32 items, each
-      ranked among the blocks before it. Channels are standardised first, which the paper does not do:
+      ranked among the earlier blocks. Channels are standardised first, which the paper does not do:
 
       .. math::
           \sqrt{\frac{1}{D} \sum_c \left( \frac{\mathrm{NMD}_c(I) - \overline{\mathrm{NMD}}_c}{\sigma_c} \right)^2}
@@ -62,18 +62,18 @@ class Monitor:
 
     Args:
         detector: A calibrated detector.
-        window: How many of the latest items the window holds; a multiple of 32.
+        window: Number of latest items in the window; a multiple of 32.
         false_alarm_rate: Probability of ever raising a false alarm, between two calls of `reset` or `accept`.
-        every: Of how many neighbouring items one is used; None estimates it, 1 says that items are independent.
+        every: One of every so many items is used; None estimates it, 1 means that items are independent.
         follow: Drift is followed rather than reported if at most this share of the inputs since the change is flagged; None
             follows none.
-        seed: Of the random order of equal scores.
+        seed: Seed of the random order of equal scores.
 
     Example:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
         >>> images = torch.rand(200, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        >>> _ = [model(images) for _ in range(50)]  # in place of training
+        >>> _ = [model(images) for _ in range(50)]  # instead of training
         >>> detector = Detector(model, scorer="average").calibrate(images[:100])
         >>> monitor = Monitor(detector)
         >>> monitor.update(detector.predict(images[100:])), monitor.update(detector.predict(images[:20] + 3))
@@ -118,7 +118,7 @@ class Monitor:
     def _begin_tests(self) -> None:
         held_out = self._calibration().scores.double().numpy()
         is_new = self._accepted is not None
-        self._identity = identity(self.detector)  # as it is now, although it may be calibrated again
+        self._identity = identity(self.detector)  # kept, because the detector may be calibrated again
         seed = self.seed + 2 * self._n_resets
         self._items = ItemTests(held_out if self._accepted is None else self._accepted, seed)
         self._blocks.begin(None if is_new else self.detector.profile, seed + 1)
@@ -144,7 +144,7 @@ class Monitor:
 
     @property
     def guarantee(self) -> str:
-        """What an alarm is worth, in a sentence or two."""
+        """The guarantee of the alarm, in a sentence or two."""
         rate = f"{self.false_alarm_rate:g}"
         what = "the held-out data" if self._accepted is None else "the inputs that were accepted as normal"
         own = f"On a stream like {what} the alarm ever goes off with a probability of at most {rate}."
@@ -153,12 +153,12 @@ class Monitor:
         return f"{own} But the held-out data was not: {self.detector.guarantee[0].lower()}{self.detector.guarantee[1:]}"
 
     def update(self, decision: Decision | None = None, *, vectors: Tensor | None = None) -> bool:
-        """Take the next items of the stream in and return whether the alarm is on.
+        """Add the next items of the stream and return whether the alarm is on.
 
         Args:
             decision: The decision on them, in order.
             vectors: Their discrepancy vectors (N, D), as `detector.discrepancy` returns them: for the test on blocks and to
-                name the layers that moved. Alone they are scored here, if the scorer needs nothing else.
+                name the layers that moved. Without a decision they are scored here, if the scorer needs nothing else.
         """
         vectors = self._check_vectors(vectors)
         if decision is None:
@@ -169,7 +169,7 @@ class Monitor:
         if vectors is not None and len(vectors) != len(scores):
             raise InputError(f"Expected a vector for each of {len(scores)} decisions, but got {len(vectors)}.")
         with self._lock:
-            for first in range(0, len(scores), BLOCK):  # a large batch must not end long after a change in it
+            for first in range(0, len(scores), BLOCK):  # in parts, so that a large batch does not delay the alarm
                 part = slice(first, first + BLOCK)
                 self._take(decision[part], scores[part], None if vectors is None else vectors[part])
             return self.drift
@@ -183,7 +183,7 @@ class Monitor:
         self._recent.add(decision, scores, notes)
         if self._alarm is not None:
             return
-        # Of each test how far apart its items are, and by how much each value exceeds what an alarm needs.
+        # For each test the spacing of its items, and the excess of each value over the alarm's threshold.
         over = {1: found[0] - self._log_needed("items")}
         over |= {level: own - self._log_needed("thinned") for level, own in zip(LEVELS[1:], found[1:], strict=True)}
         reached = {level: int(np.flatnonzero(own >= 0)[0]) for level, own in over.items() if (own >= 0).any()}
@@ -217,7 +217,7 @@ class Monitor:
         self._follow_up()
 
     def _follow_up(self) -> None:
-        """Take a mild drift as the new normal once there are enough items of it."""
+        """Accept a mild drift as the new normal once there are enough items of it."""
         count = self._n_seen - (self._following or 0)
         if count >= TO_ACCEPT:
             self._n_followed += 1
@@ -231,16 +231,16 @@ class Monitor:
         return self._counters.n_seen
 
     def reset(self) -> None:
-        """Switch the alarm off and begin the tests anew, with the whole false-alarm rate to spend; counters go on."""
+        """Switch the alarm off and restart the tests with the full false-alarm rate; counters continue."""
         with self._lock:
             self._n_resets += 1
             self._begin_tests()
 
     def accept(self) -> None:
-        """Take the stream as it is now as normal: the items since the change, or the window if there was none.
+        """Accept the current stream as normal: the items since the change, or the window if there was none.
 
-        The tests begin anew against these items, with a fresh promise. The threshold and the p-values of single inputs stay as
-        they are. `revert` goes back to the held-out data.
+        The tests restart against these items, with a new guarantee. The threshold and the p-values of single inputs do not
+        change. `revert` returns to the held-out data.
 
         Raises:
             InputError: There are fewer than 100 such items.
@@ -262,13 +262,13 @@ class Monitor:
         self._spacing.go_back(count)
 
     def revert(self) -> None:
-        """Compare with the held-out data again after `accept`, with a fresh promise."""
+        """Compare with the held-out data again after `accept`, with a new guarantee."""
         with self._lock:
             self._accepted = None
             self.reset()
 
     def status(self) -> MonitorStatus:
-        """Return everything that is known now."""
+        """Return the current status."""
         with self._lock:
             recent, alarm, counters = self._recent.last(self.window), self._alarm, self._counters
             log_value, log_needed = self._strongest()
@@ -297,7 +297,7 @@ class Monitor:
             )
 
     def _strongest(self) -> tuple[float, float]:
-        """Return the logarithm of the evidence of the test that is nearest to an alarm, and what it needs."""
+        """Return the logarithm of the evidence of the test that is nearest to an alarm, and the value at which it alarms."""
         items, need, least = self._items.evidence, self._log_needed, self._spacing.level
         values = [(items[0].log_value, need("items")), (self._blocks.evidence.log_value, need("blocks"))]
         if least > 1:
@@ -318,7 +318,7 @@ class Monitor:
             return [item.flagged for item in self._recent.last(self.window)]
 
     def window_false_flags(self, *, confidence: float = 0.95) -> tuple[int, int | None]:
-        """Return how many inputs in the window were flagged, and how many of these are false flags at the most.
+        """Return the number of flagged inputs in the window, and an upper bound on the false flags among them.
 
         The bound holds with the confidence. It is None for a detector that was calibrated by group; see `Decision.most_false`.
         """
@@ -338,14 +338,14 @@ class Monitor:
 
     @classmethod
     def load(cls, path: str | Path, detector: Detector) -> Monitor:
-        """Go on where the monitor that wrote `path` was, bit for bit; `detector` must be the same."""
+        """Restore the monitor that wrote `path`, bit for bit; `detector` must be the same."""
         artefact = Artefact.read(path)
         if artefact.header.get("kind") != "monitor":
             raise ArtefactError(f"Expected {str(path)!r} to be the state of a monitor, but it is something else.")
         if artefact.header.get("detector") != identity(detector):
             raise ModelMismatchError(
                 f"Expected the detector that the monitor in {str(path)!r} was watching, but got another one. "
-                "Begin with a new state file."
+                "Use a new state file."
             )
         try:
             return from_artefact(cls, artefact, detector)

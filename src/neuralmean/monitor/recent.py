@@ -1,4 +1,4 @@
-"""The latest items of a stream, remembered one by one: enough to say since when it changed, and to show examples."""
+"""The latest items of a stream: enough to date a change and to show examples."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Floats = NDArray[np.float64]
 
 
 class RecentItem(NamedTuple):
-    """What is remembered of an item."""
+    """The stored values of an item."""
 
     score: float
-    online_p_value: float  # among all before it
+    online_p_value: float  # among all earlier items
     bin: float
     log_null: float  # logarithm of the bin's probability
     p_value: float  # among the held-out scores
@@ -34,7 +34,7 @@ class RecentItems:
     """The latest items, oldest first.
 
     Args:
-        most: How many are kept.
+        most: Number of items that are kept.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,12 +44,12 @@ class RecentItems:
         return len(self._items)
 
     def add(self, decision: Decision, scores: Floats, notes: Floats) -> None:
-        """Remember the next items, given what `ItemTests.update` notes of them, (N, 3)."""
+        """Add the next items, given the values of `ItemTests.update`, (N, 3)."""
         columns = scores.tolist(), *notes.T.tolist(), decision.p_value.tolist(), decision.is_ood.tolist()
         self._items.extend(map(RecentItem, *columns, map(KINDS.index, decision.kind)))
 
     def last(self, count: int, *, without: int = 0) -> list[RecentItem]:
-        """Return the latest `count` items, or those of them that are left without the very last ones."""
+        """Return the latest `count` items, except the last `without` of them."""
         end = len(self._items) - without
         return list(islice(self._items, max(0, len(self._items) - count), max(0, end)))
 
@@ -58,11 +58,11 @@ class RecentItems:
         return np.array([item.score for item in self.last(count)], np.float64)
 
     def state(self) -> Tensor:
-        """Return what `restore` needs, (n, 7)."""
+        """Return the state for `restore`, (n, 7)."""
         return torch.tensor(list(self._items), dtype=torch.float64).reshape(-1, len(RecentItem._fields))
 
     def restore(self, rows: Tensor, n_seen: int, n_bins: int) -> None:
-        """Go on as at `state`, given how many items and bins there were.
+        """Continue from a `state`, given the numbers of items and bins.
 
         Raises:
             ValueError: Rows that no `state` could have returned.
@@ -84,6 +84,6 @@ _NUMBERS = torch.arange(len(KINDS), dtype=torch.float64)
 
 
 def count_kinds(items: Sequence[RecentItem]) -> dict[str, int]:
-    """Return how many of the flagged ones among some items there are of each kind."""
+    """Return the number of flagged items of each kind."""
     found = [KINDS[item.kind] for item in items if item.flagged]
     return {name: found.count(name) for name in KINDS if name in found}

@@ -1,4 +1,4 @@
-"""How far apart the items of a stream must be: what the user says, or an estimate from its latest scores."""
+"""The spacing of the items of a stream: given by the user, or estimated from the latest scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neuralmean.monitor.checked import whole
 from neuralmean.monitor.recent import RecentItems
 from neuralmean.stats.correlation import LEVELS, spacing
 
-WARM_UP = 64  # items before anybody can tell how correlated the stream is
+WARM_UP = 64  # items needed to estimate the correlation
 _EVERY = 32  # items between two estimates of a correlated stream
 
 
@@ -16,7 +16,7 @@ class Spacing:
     """The spacing of a stream, one of `LEVELS`.
 
     Args:
-        every: What the user says; None estimates it.
+        every: The user's choice; None estimates it.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -24,17 +24,17 @@ class Spacing:
         self.begin(0)
 
     def begin(self, n_seen: int) -> None:
-        """Begin anew after so many items: what came before may have been different."""
+        """Restart after this many items: earlier ones may have been different."""
         self.level = next(level for level in LEVELS if level >= (self.every or 1))
         self._begun_at = n_seen
         self._estimated_at = 0
 
     def go_back(self, count: int) -> None:
-        """Let the estimate begin so many items earlier."""
+        """Move the start of the estimate this many items back."""
         self._begun_at -= count
 
     def is_known(self, recent: RecentItems, n_seen: int) -> bool:
-        """Return whether enough items have been seen to tell."""
+        """Return whether there are enough items for an estimate."""
         return self.every is not None or self._n_usable(recent, n_seen) >= WARM_UP
 
     def estimate(self, recent: RecentItems, n_seen: int, changed_at: int) -> None:
@@ -49,11 +49,11 @@ class Spacing:
         return min(len(recent), n_seen - self._begun_at)
 
     def state(self) -> list[int]:
-        """Return what `restore` needs."""
+        """Return the state for `restore`."""
         return [self.level, self._estimated_at, self._begun_at]
 
     def restore(self, values: list[Any], n_seen: int) -> None:
-        """Go on as at `state`.
+        """Continue from a `state`.
 
         Raises:
             ValueError: Values that no `state` could have returned.

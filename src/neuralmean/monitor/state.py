@@ -1,4 +1,4 @@
-"""Between a `Monitor` and its state file: what goes into the header and the tensors, and back bit for bit.
+"""Converts a `Monitor` to its state file and back, bit for bit.
 
 A file holds bounded arrays: at most 10,000 ranked scores (or as many as were held out), the latest items (2,048, or the window if
 that is larger), moments of the window's blocks, and at most as many accepted scores as latest items.
@@ -29,7 +29,7 @@ _LARGEST_WINDOW = 2**20
 
 
 def identity(detector: Detector) -> str:
-    """Return a digest of what a monitor relies on: the watched channels, the calibration and the profile."""
+    """Return a digest of the parts of a detector that a monitor uses: the watched channels, the calibration and the profile."""
     if detector.calibration is None:
         raise NotFittedError("Expected a detector with a threshold to monitor. Call `fit` or `calibrate` first.")
     digest = hashlib.sha256("\n".join(detector.channels).encode())
@@ -41,7 +41,7 @@ def identity(detector: Detector) -> str:
 
 
 def to_artefact(monitor: Monitor) -> Artefact:
-    """Return what the state file of `monitor` holds."""
+    """Return the content of the state file of `monitor`."""
     parts = {"items": monitor._items.state(), "repeats": monitor._repeats.state(), "blocks": monitor._blocks.state()}
     tensors = {f"{part}.{name}": tensor for part, (own, _) in parts.items() for name, tensor in own.items()}
     tensors["recent"] = monitor._recent.state()
@@ -69,7 +69,7 @@ def from_artefact(kind: type[Monitor], artefact: Artefact, detector: Detector) -
     """Return the monitor that an artefact describes.
 
     Raises:
-        ValueError: Content that no monitor could have written; also other errors of Python's own for missing or wrong parts.
+        ValueError: The content is not that of a monitor; missing or wrong parts may raise other built-in errors.
     """
     header, tensors = artefact.header, artefact.tensors
     monitor = kind(

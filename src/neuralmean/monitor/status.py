@@ -1,4 +1,4 @@
-"""What a `Monitor` reports: its status, an alarm, and the layers that moved."""
+"""Results of a `Monitor`: its status, an alarm, and the layers that moved."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LayerShift:
 
     Attributes:
         layer: Dotted name of the layer.
-        shift: Root mean square of the move over the layer's live channels, in standard deviations of single inputs, less what
+        shift: Root mean square of the move over the layer's live channels, in standard deviations of single inputs, minus what
             chance explains.
-        moved: Whether chance is ruled out as an explanation; before there is a profile, only after an alarm.
+        moved: Whether chance is ruled out as an explanation; without a profile, only after an alarm.
     """
 
     layer: str
@@ -42,10 +42,10 @@ class Alarm:
         test: The test that raised it: scores of single items, means of blocks, or repeats.
         since: The first and the last item with which the change may have begun, with a probability of 90 % if the change is
             one of those that the monitor bets on.
-        kind: What changed; `KIND_SENTENCES` has a sentence for each kind.
+        kind: The kind of change; `KIND_SENTENCES` has a sentence for each.
         n_since: Items from the end of that interval to the alarm.
-        n_flagged: How many of these were flagged.
-        strangeness: How many of the flagged ones there are of each `Decision.kind`.
+        n_flagged: Number of flagged items among these.
+        strangeness: Number of flagged items of each `Decision.kind`.
         examples: The most unusual items since the change, most unusual first.
     """
 
@@ -75,7 +75,7 @@ class MonitorStatus:
         n_since_reset: Items that the current test has seen.
         n_window: Items in the window.
         window_ood_rate: Share of the window that was flagged; None while it is empty.
-        expected_ood_rate: Share that is flagged while all is well.
+        expected_ood_rate: Share that is flagged without a change.
         p_value_counts: Items since the beginning by p-value, for each upper edge in `P_VALUE_EDGES`.
         p_value_sum: Sum of all p-values.
         drift: Whether the alarm is on; it stays on until `reset` or `accept`.
@@ -83,15 +83,15 @@ class MonitorStatus:
         drift_by: The test that raised it: `"items"`, `"blocks"` or `"repeats"`.
         alarm: The alarm with its details; None while it is off.
         log10_evidence: The strongest of the tests, as a power of ten against "nothing has changed".
-        log10_needed: What that test needs for an alarm.
+        log10_needed: The value at which that test alarms.
         discrepancy: The paper's batch-level discrepancy of the window; None without vectors.
         layers: The watched layers, those that moved most first; empty without vectors.
-        n_compared: Items that `layers` is about: the window, or the latest part of it if this shows more clearly what moved.
-        compared_with: What they are compared with.
-        every: Of so many neighbouring items one is used: 1 for independent items, more for correlated ones such as video frames.
-        reference: What the stream is compared with.
-        n_accepted: How many times `accept` took the stream as the new normal.
-        n_followed: How many times the monitor did so by itself, for a mild drift.
+        n_compared: Number of items behind `layers`: the window, or a latest part of it that shows the change more clearly.
+        compared_with: The data they are compared with.
+        every: One of every so many items is used: 1 for independent items, more for correlated ones such as video frames.
+        reference: The data the stream is compared with.
+        n_accepted: Number of calls of `accept`.
+        n_followed: Number of mild drifts that the monitor accepted by itself.
     """
 
     n_seen: int

@@ -1,7 +1,7 @@
 """The sequential tests that a `Monitor` runs on scores: items against two references, thinned items, and repeats.
 
-Each promises on its own that its evidence ever reaches 1 / rate with a probability of at most the rate, on a stream whose items
-are exchangeable with the reference scores. The thinned tests promise it for streams whose items are so only at a distance.
+For each, the evidence ever reaches 1 / rate with a probability of at most the rate, on a stream whose items
+are exchangeable with the reference scores. For the thinned tests, this holds if items at a distance are exchangeable.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from neuralmean.stats.sequential import Evidence, FixedBins, OnlineRanks
 Floats = NDArray[np.float64]
 
 BOTH_WEIGHTS: Floats = np.concatenate([0.6 * WEIGHTS, 0.4 * WEIGHTS])  # growing reference, fixed reference
-BOUND = 0.9  # of the capital, on the next input being the same as the last
-N_REPEATS = 10  # in a row, at the least: a client that sends an input again after an error is no frozen camera
-_SAME = 1e-4  # of the deviation of scores, or the length of a vector; the same input gives other last digits in another batch
+BOUND = 0.9  # share of the capital on a repeat of the last input
+N_REPEATS = 10  # consecutive repeats: a client that retries after an error is not a frozen camera
+_SAME = 1e-4  # of the deviation of scores, or the length of a vector; the same input gives different last digits in another batch
 
 
 class ItemTests:
@@ -32,7 +32,7 @@ class ItemTests:
 
     Args:
         reference: The scores that the stream is compared with, (n,).
-        seed: Of the random order of equal scores.
+        seed: Seed of the random order of equal scores.
     """
 
     def __init__(self, reference: Floats, seed: int) -> None:
@@ -43,11 +43,11 @@ class ItemTests:
         self.evidence = [Evidence(BOTH_WEIGHTS), *(Evidence(WEIGHTS) for _ in LEVELS[1:])]
 
     def update(self, scores: Floats) -> tuple[list[Floats], Floats]:
-        """Take the next scores in, (N,).
+        """Add the next scores, (N,).
 
         Returns:
-            For each level the logarithms of the evidence after each of its items, and for each item what `gains` needs, (N, 3):
-            its p-value among all before it, its bin, and the logarithm of the bin's probability.
+            For each level the logarithms of the evidence after each of its items, and for each item, (N, 3), the values that
+            `gains` uses: its p-value among all earlier ones, its bin, and the logarithm of the bin's probability.
         """
         n_before = self.n
         p_values, ties = self.ranks.rank(scores)
@@ -64,28 +64,28 @@ class ItemTests:
         return found, notes
 
     def gains(self, notes: Floats) -> Floats:
-        """Return what each bet on all items gains, (N, 2K)."""
+        """Return the gain of each bet on all items, (N, 2K)."""
         bins = notes[:, 1].astype(np.int64)
         return np.concatenate([log_densities(notes[:, 0]), self._log_expected[bins] - notes[:, 2:]], axis=1)
 
     @property
     def n(self) -> int:
-        """How many items have been tested."""
+        """Number of tested items."""
         return self.evidence[0].n
 
     @property
     def n_bins(self) -> int:
-        """How many bins the reference scores cut."""
+        """Number of bins."""
         return len(self._log_expected)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `restore` needs: tensors by name, and JSON values."""
+        """Return the state for `restore`: tensors by name, and JSON values."""
         tensors, values = split_ranks(self.ranks)
         tensors["bins"] = torch.from_numpy(np.stack([bins.counts for bins in self._bins]))
         return tensors, {"ranks": values, "evidence": [one.state() for one in self.evidence]}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on as at `state`, bit for bit, given the same reference and seed.
+        """Continue from a `state`, bit for bit, given the same reference and seed.
 
         Raises:
             ValueError: Values that no `state` could have returned.
@@ -101,30 +101,30 @@ class ItemTests:
 
 
 class RepeatTest:
-    r"""Tests whether an input is the same as the one before it, as from a frozen camera.
+    r"""Tests whether inputs repeat, as from a frozen camera.
 
-    Of :math:`N` earlier scores let :math:`c` be equal to the last one but for rounding, itself included. If all are
+    Of :math:`N` earlier scores let :math:`c` be equal to the last one up to rounding, itself included. If all are
     exchangeable, the next one is with probability at most :math:`c / N`: a bet on it pays :math:`N / c`. If vectors are known
     they must be equal as well, which only makes repeats rarer.
 
     Args:
         reference: The scores that the stream is compared with, (n,).
-        width: How many columns a vector has.
+        width: Number of columns of a vector.
     """
 
     def __init__(self, reference: Floats, width: int) -> None:
         self._width = width
         self.tolerance = _SAME * float(reference.std()) if len(reference) else 0.0
         self.evidence = Evidence(np.ones(1))
-        self.n_repeats = 0  # in a row, up to now
+        self.n_repeats = 0  # consecutive repeats so far
         self.last_score = math.nan
         self.last_vector: Tensor | None = None
 
     def update(self, scores: Floats, vectors: Tensor | None, ranks: OnlineRanks) -> tuple[Floats, NDArray[np.int64]]:
-        """Take the next items in.
+        """Add the next items.
 
         Args:
-            scores: Their scores, which `ranks` has taken in.
+            scores: Their scores, which `ranks` already holds.
             vectors: Their vectors, (N, D), or None.
             ranks: All scores so far.
 
@@ -155,13 +155,13 @@ class RepeatTest:
         return log_values, counts
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `restore` needs: tensors by name, and JSON values."""
+        """Return the state for `restore`: tensors by name, and JSON values."""
         last = None if math.isnan(self.last_score) else self.last_score
         tensors = {} if self.last_vector is None else {"last_vector": self.last_vector.float()}
         return tensors, {"evidence": self.evidence.state(), "n_repeats": self.n_repeats, "last_score": last}
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Go on as at `state`, bit for bit, given the same reference.
+        """Continue from a `state`, bit for bit, given the same reference.
 
         Raises:
             ValueError: Values that no `state` could have returned.

@@ -1,6 +1,6 @@
 """Scorers: from discrepancy vectors to one number per input, higher = more OOD.
 
-`make_scorer` finds one by name. Each kind has a file of its own. `check_scorer` checks one of your own.
+`make_scorer` makes one by name. Each kind has its own file. `check_scorer` checks a scorer of your own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_scorer(name: str, options: Mapping[str, JSON] | None = None) -> VectorS
     """Return a new scorer of the kind called `name`.
 
     Raises:
-        InputError: No such kind, or options that it does not have.
+        InputError: The name or an option is unknown.
     """
     if name not in SCORERS:
         close = difflib.get_close_matches(str(name), SCORERS, n=1)

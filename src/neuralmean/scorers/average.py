@@ -26,9 +26,9 @@ class AverageScorer(VectorScorer):
 
     def score(self, vectors: Tensor) -> Tensor:
         """Score each row of (N, D), shape (N,); higher = more OOD."""
-        total: Tensor = torch.linalg.vector_norm(vectors, ord=1, dim=1)  # one kernel, where `abs` would be another
+        total: Tensor = torch.linalg.vector_norm(vectors, ord=1, dim=1)  # one kernel; `abs` would be another
         return total / vectors.shape[1]
 
     def contributions(self, vectors: Tensor) -> Tensor:
-        """Share of each channel in the score, shape (N, D)."""
+        """Return the contribution of each channel, shape (N, D)."""
         return vectors.abs() / vectors.shape[1]

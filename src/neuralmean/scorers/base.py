@@ -1,6 +1,6 @@
-"""What a scorer is: it turns (N, D) discrepancy vectors into (N,) scores, higher = more OOD.
+"""The interface of scorers: (N, D) discrepancy vectors in, (N,) scores out, higher = more OOD.
 
-A scorer sees tensors, never a model. `needs` says which parts of the forward pass it wants besides the vector; a
+A scorer receives tensors, never a model. `needs` lists the parts of the forward pass it uses besides the vector; a
 scorer that needs only the vector is called with tensors, any other with `Observation`s.
 """
 
@@ -22,7 +22,7 @@ JSON = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward pass showed of N inputs: the discrepancy vector and what a scorer may also need."""
+    """The result of one forward pass over N inputs: the discrepancy vector and other inputs of scorers."""
 
     vector: Tensor  # (N, D)
     logits: Tensor | None = None  # (N, K) the model's logits
@@ -50,7 +50,7 @@ class Observation:
 
 
 class Scores(Protocol):
-    """What has learnt all it needs."""
+    """A scorer that is fitted."""
 
     def score(self, vectors: Any) -> Tensor:
         """Score each row, shape (N,); higher = more OOD."""
@@ -58,10 +58,10 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Scorer(Scores, Protocol):
-    """The least that a scorer of one's own must have."""
+    """The interface of a user's own scorer."""
 
     def fit(self, inliers: Any, outliers: Any) -> Any:
-        """Learn from in-distribution rows and, where there are any, out-of-distribution rows."""
+        """Learn from in-distribution rows and, if given, out-of-distribution rows."""
 
 
 class VectorScorer:
@@ -88,16 +88,16 @@ class VectorScorer:
         raise NotImplementedError
 
     def contributions(self, vectors: Any) -> Tensor | None:
-        """Share of each channel in the score, shape (N, D), rows adding up to the score; None where there is no such sum."""
+        """Return the contribution of each channel, shape (N, D), whose rows add up to the score; None if there is no such sum."""
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt, by name: what a saved file holds."""
+        """Return what was learnt, by name, for a saved file."""
         self.check_fitted()
         return {name: getattr(self, name) for name in self.learnt}
 
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Take over what another scorer of the same kind has learnt."""
+        """Load what another scorer of the same kind has learnt."""
         missing = sorted(set(self.learnt) - set(state))
         if missing:
             raise InputError(
@@ -109,7 +109,7 @@ class VectorScorer:
         return self
 
     def forget_derived(self) -> None:
-        """Drop what is derived from what was learnt (every `cached_property`), as it is learnt anew."""
+        """Drop cached values (every `cached_property`) before a new fit."""
         for name in [name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)]:
             del self.__dict__[name]
 

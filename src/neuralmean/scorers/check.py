@@ -1,4 +1,4 @@
-"""What every scorer must keep to, as a check that anybody can run on a scorer of their own."""
+"""The rules for scorers, as a check for a scorer of your own."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _COLUMNS, _CLASSES, _FEATURES = 12, 3, 5
 
 
 def check_scorer(scorer: Scorer, *, columns: int = _COLUMNS, seed: int = 0) -> None:
-    """Run a scorer on made-up rows and raise at the first thing that a detector could not rely on.
+    """Run a scorer on made-up rows and raise at the first broken rule.
 
     Checked: `fit` and `score` can be called as a detector calls them; there is one finite number for each row; rows far from the
-    in-distribution ones score higher; a score does not depend on the rows beside it; rows are left alone; fitting again gives the
-    same scores, also of a scorer that was in use; torch's random state is left alone; `state` and `load_state`, where there are
-    any, carry over everything; `contributions`, where there are any, add up to the score. The scorer itself stays as it was.
+    in-distribution ones score higher; a score does not depend on the other rows; rows are not modified; fitting again gives the
+    same scores, also of a scorer that was in use; torch's random state does not change; `state` and `load_state`, if
+    defined, transfer everything; `contributions`, if defined, add up to the score. The scorer itself is not changed.
 
     Args:
         scorer: An object with `fit` and `score`, as for `Detector(model, scorer=...)`. It is copied for each check.
         columns: D, the number of columns of the rows.
-        seed: Of the rows.
+        seed: Seed of the rows.
 
     Raises:
-        InputError: A rule that is broken, in a sentence.
+        InputError: A rule is broken.
 
     Example:
         >>> from neuralmean.scorers import AverageScorer

@@ -1,4 +1,4 @@
-"""How a scorer is run, the library's own or one of the user's: what it is called with, and what must come back."""
+"""Runs a scorer, the library's own or the user's: prepares its arguments and checks its result."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from neuralmean.scorers.base import Observation, Scorer, Scores
 
 
 def needs_of(scorer: Scores) -> frozenset[str]:
-    """Return what of "logits" and "feature" a scorer needs besides the vector."""
+    """Return which of "logits" and "feature" a scorer needs besides the vector."""
     return frozenset(getattr(scorer, "needs", ()))
 
 
 def view_of(scorer: Scores, observation: Observation) -> Any:
-    """Return what a scorer is called with: the vectors alone, or the observation where it needs more."""
+    """Return the argument of a scorer: the vectors alone, or the observation if it needs more."""
     return observation if needs_of(scorer) else observation.vector
 
 
 def fit_scorer(
     scorer: Scorer, inliers: Observation, outliers: Observation | None, chosen: Tensor | None = None
 ) -> None:
-    """Call `fit` with the rows, or those at `chosen`, and with OOD rows where the scorer takes them."""
+    """Call `fit` with the rows, or those at `chosen`, and with OOD rows if the scorer takes them."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p.name for p in inspect.signature(scorer.fit).parameters.values() if p.kind in positional]
     options = {}
@@ -41,13 +41,13 @@ def fit_scorer(
 
 
 def score_rows(scorer: Scores, observation: Observation) -> Tensor:
-    """Return one score per row, shape (N,), after checking that this is what came."""
+    """Return one score per row, shape (N,), after checking the scorer's result."""
     scores = scorer.score(view_of(scorer, observation))
     if not isinstance(scores, Tensor) or scores.shape != observation.vector.shape[:1]:
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise InputError(f"Expected `score` to return a tensor of shape ({len(observation)},), but got {shape}.")
     scores = scores.detach()
-    if math.isnan(scores.sum().item()) and bool(scores.isnan().any()):  # of infinities too, which are no harm
+    if math.isnan(scores.sum().item()) and bool(scores.isnan().any()):  # also NaN for infinities, which are allowed
         rows = scores.isnan().nonzero()[:, 0].tolist()
         raise InputError(
             f"Expected a score for each input, but {len(rows)} of {len(scores)} (rows {rows[:5]}) are NaN: the model's output "
@@ -62,9 +62,9 @@ def score_blocks(scorer: Scores, observation: Observation, chosen: Tensor | None
 
 
 def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, dict[str, Tensor], bool]:
-    """Return the share of each channel in the scores, (N, D), other terms, (N,) each, and whether they add up exactly.
+    """Return the contribution of each channel, (N, D), other terms, (N,) each, and whether they add up exactly.
 
-    A scorer without `contributions` is taken to first order: gradient times vector.
+    A scorer without `contributions` is approximated to first order: gradient times vector.
     """
     own = getattr(scorer, "contributions", None)
     parts = None if own is None else own(view_of(scorer, observation))

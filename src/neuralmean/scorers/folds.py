@@ -1,4 +1,4 @@
-"""Rows that are kept apart in turn, so that what is measured on them was not learnt from them."""
+"""Folds of rows, so that measurements use rows that were not learnt from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 FOLDS = 5
-ONE_FOLD_FROM = 5000  # rows: of so many a single fold is enough to measure on
+ONE_FOLD_FROM = 5000  # rows from which a single fold is enough to measure on
 
 
 def folds(count: int, *, seed: int = 0, whole: bool = False) -> Iterator[Tensor]:
-    """Yield which rows each fold keeps apart, bool (N,): each row once, or a fifth of many rows unless `whole`.
+    """Yield the held-out rows of each fold, bool (N,): each row once, or a fifth of many rows unless `whole`.
 
     Example:
         >>> torch.stack(list(folds(7))).sum(dim=0).tolist()

@@ -1,7 +1,7 @@
-"""The default where out-of-distribution examples are given: what they teach is added to the score from ID data alone.
+"""The default with out-of-distribution examples: a score learnt from them is added to the score from ID data alone.
 
-A detector that learns from examples knows what those look like, and may be blind to everything else: logistic regression on
-4,000 images of CIFAR-100 loses to no examples at all on other sets. Here examples can only raise a score.
+A detector that learns from examples recognises inputs like them, and may miss everything else: logistic regression on
+4,000 images of CIFAR-100 does worse on other sets than a detector without examples. Here examples can only raise a score.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
 
-SHARE = 1 / 3  # of the learnt part, beside a typicality score whose deviation is 1
+SHARE = 1 / 3  # weight of the learnt part; the typicality score has deviation 1
 _LEARNERS: dict[str, type[LogisticScorer] | type[MlpScorer]] = {"logistic": LogisticScorer, "mlp": MlpScorer}
 
 
 class GuidedScorer(VectorScorer):
-    r"""Scores an input by its typicality, plus what a detector learnt from examples holds against it.
+    r"""Scores an input by its typicality, plus the positive part of a score learnt from examples.
 
     .. math::
         s(x) = \frac{t(x) - \mathrm{mean}(t)}{\mathrm{std}(t)}
@@ -36,7 +36,7 @@ class GuidedScorer(VectorScorer):
 
     Args:
         learner: `"logistic"` or `"mlp"`.
-        seed: Of the typicality score and the folds.
+        seed: Seed of the typicality score and the folds.
     """
 
     name = "guided"
@@ -106,18 +106,18 @@ class GuidedScorer(VectorScorer):
         return self._add(torch.stack([self.typicality.score_batch(vectors), scaled])[None])[0]
 
     def contributions(self, vectors: Any) -> Tensor:
-        """Share of each channel in the typicality, shape (N, D); with `terms` they add up to the score."""
+        """Return the contribution of each channel to the typicality, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
         return self.typicality.contributions(vectors) / self.std_[0]
 
     def terms(self, vectors: Any) -> dict[str, Tensor]:
-        """Return what belongs to no channel, (N,) each: the terms of the typicality, and *learnt*."""
+        """Return the terms of no channel, (N,) each: the terms of the typicality, and *learnt*."""
         own = {name: value / self.std_[0] for name, value in self.typicality.terms(vectors).items()}
         own["constant"] = own["constant"] - self.mean_[0] / self.std_[0]
         return {**own, "learnt": self.score(vectors) - self._standard(self._both(vectors))[:, 0]}
 
     def left_out(self) -> dict[str, str]:
-        """Return the terms that do not count, each with the reason."""
+        """Return the terms that are left out, each with the reason."""
         return self.typicality.left_out()
 
     def _both(self, vectors: Observation) -> Tensor:
@@ -131,14 +131,14 @@ class GuidedScorer(VectorScorer):
         return standard[:, 0] + SHARE * standard[:, 1].clamp_min(0)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt, by name, the parts' names in front."""
+        """Return what was learnt, by name, prefixed with the part."""
         state = super().state()
         for prefix, part in self._parts():
             state |= {f"{prefix}.{name}": tensor for name, tensor in part.state().items()}
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Take over what another scorer of the same kind has learnt."""
+        """Load what another scorer of the same kind has learnt."""
         super().load_state(state)
         for prefix, part in self._parts():
             start = f"{prefix}."
@@ -158,6 +158,6 @@ def _score(scorer: VectorScorer, vectors: Tensor) -> Tensor:
 
 
 def _stack(first: Observation, second: Observation) -> Observation:
-    """Return the rows of both; parts that are missing are missing in both."""
+    """Return the rows of both; missing parts are missing in both."""
     pairs = zip(first.parts(), second.parts(), strict=True)
     return Observation(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))  # type: ignore[arg-type]

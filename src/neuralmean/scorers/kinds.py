@@ -1,8 +1,8 @@
-r"""What kind of strangeness: two scores beside the usual one, of how an input looks and of what it shows.
+r"""The kind of strangeness: two further scores, of how an input looks and of what it shows.
 
 *Appearance* reads the middle layers, whose channel means follow low-level statistics (noise, blur, exposure, another sensor)
 before they are combined into classes. *Content* reads the terms of the scorer that belong to no layer (feature, logits), or else
-the last layers. Both are learnt from in-distribution rows alone, and see tensors, never a model.
+the last layers. Both are learnt from in-distribution rows alone.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class KindScorer:
         """Score appearance and content of each input, shape (N, 2); higher = more OOD.
 
         Args:
-            observation: What a pass showed.
-            scorer: The scorer of the detector, whose terms tell about content.
+            observation: The result of a pass.
+            scorer: The scorer of the detector, whose terms measure content.
         """
         appearance = self._spread(observation.vector, self.ranges_[0])
         terms = getattr(scorer, "terms", None)
@@ -79,14 +79,14 @@ class KindScorer:
         return spread
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was learnt, by name: what a saved file holds."""
+        """Return what was learnt, by name, for a saved file."""
         return {name: getattr(self, name) for name in self.learnt}
 
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Take over what another one has learnt.
+        """Load what another one has learnt.
 
         Raises:
-            ArtefactError: The numbers make no sense.
+            ArtefactError: The numbers are invalid.
         """
         usual, ranges = (state[name] for name in self.learnt)
         is_right = usual.dim() == 2 and len(usual) == 2 and bool((usual[1] > 0).all())

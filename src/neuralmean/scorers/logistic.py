@@ -1,6 +1,6 @@
 """Logistic regression on the standardised vector: the paper's Ours-LR.
 
-Owns what is learnt and how the penalty is chosen; the optimisation itself is in `logistic_solver`.
+This file holds the fit and the choice of the penalty; the optimisation itself is in `logistic_solver`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from neuralmean.scorers.base import VectorScorer, check_two_classes
 from neuralmean.scorers.logistic_solver import Effort, Problems, RowBlocks, Spectrum, sketch_spectrum, solve
 from neuralmean.scorers.standardise import column_scale
 
-PENALTIES = torch.logspace(-4, 4, 10, dtype=torch.float64)  # sklearn's C: the larger, the less is penalised
+PENALTIES = torch.logspace(-4, 4, 10, dtype=torch.float64)  # sklearn's C: larger values penalise less
 FOLDS = 5
-_FEW_ROWS = 512  # up to here rows are rotated into as many columns, in float64
+_FEW_ROWS = 512  # up to this many rows are rotated into as many columns, in float64
 
 _FOLDS_OF_MANY = Effort(1e-4, 50)  # sklearn's own tolerance; more digits change neither the choice nor the AUROC
 _REFIT_OF_MANY = Effort(1e-5, 50)
-_FEW = Effort(1e-8, 2000)  # one row decides between penalties, and an iteration costs next to nothing
+_FEW = Effort(1e-8, 2000)  # a single row decides between penalties, and an iteration is cheap
 
 
 class LogisticScorer(VectorScorer):
@@ -60,7 +60,7 @@ class LogisticScorer(VectorScorer):
     def fit(self, inliers: Tensor, outliers: Tensor | None = None, chosen: Tensor | None = None) -> Self:
         """Learn from in-distribution rows (N, D) and out-of-distribution rows (M, D).
 
-        The one copy that is made is held in memory; rows too large for that are read again and again, see `fit_chunks`.
+        One copy is held in memory; rows too large for that are read repeatedly, see `fit_chunks`.
         """
         outliers = check_two_classes(inliers, outliers, self.name)
         sides = (Blocks(inliers.detach(), chosen), Blocks(outliers.detach()))
@@ -84,13 +84,13 @@ class LogisticScorer(VectorScorer):
         return self
 
     def fit_chunks(self, chunks: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Self:
-        """Learn from rows that need not fit in memory, say of a memory-mapped file of float16.
+        """Learn from rows that need not fit in memory, such as a memory-mapped file of float16.
 
         Held at any time are one chunk and about 2 KB per row, whatever the number of columns. The chunks are read twice
         per iteration of the solver, about 210 times at most.
 
         Args:
-            chunks: Called once a pass; gives rows (n, D) of any float type and which of them are out-of-distribution,
+            chunks: Called once per pass; yields rows (n, D) of any float type and which of them are out-of-distribution,
                 bool (n,), in the same order each time.
 
         Example:
@@ -123,7 +123,7 @@ class LogisticScorer(VectorScorer):
 
     @cached_property
     def _slope(self) -> Tensor:
-        """Weight of each column as it comes, (D,)."""
+        """Return the weight of each unstandardised column, (D,)."""
         return self.weight_ / self.scale_
 
     def _standardise(self, vectors: Tensor) -> Tensor:

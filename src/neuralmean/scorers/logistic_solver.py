@@ -1,6 +1,6 @@
 r"""Many logistic regressions over the same rows, solved together.
 
-Owns the optimisation and nothing else: it knows no folds, no standardisation and no scorer. Problem k of K minimises,
+Only the optimisation, independent of folds, standardisation and scorers. Problem k of K minimises,
 with labels s_i = ±1, row weights p_ki that add up to 1 and an intercept b_k that is not penalised,
 
     f_k(w, b) = sum_i p_ki log(1 + exp(-s_i (x_i · w + b))) + ridge_k / 2 |w|²
@@ -8,7 +8,7 @@ with labels s_i = ±1, row weights p_ki that add up to 1 and an intercept b_k th
 by L-BFGS. Three things make it fast. Each pass over the rows is one matrix product for all the problems that are not
 solved yet. A line search needs no pass, since margins are linear in the step. And every problem starts from the bound
 X'X / 4 N + ridge on its Hessian (Böhning 1992), whose leading eigenvectors are shared and found by one sketch of the rows,
-so that a few dozen iterations do what hundreds do without.
+so that a few dozen iterations replace hundreds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowBlocks:
     """An (N, D) matrix that is only ever read in blocks of rows, so that it may live on disk.
 
     Args:
-        blocks: Called once a pass; gives the rows in the same order each time, shapes (n, D).
+        blocks: Called once per pass; yields the rows in the same order each time, shapes (n, D).
         count: Number of rows, N.
         columns: Number of columns, D.
         dtype: Of the blocks, and of all that is computed from them.

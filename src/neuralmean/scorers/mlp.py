@@ -22,7 +22,7 @@ LEARNING_RATE = 0.001
 MOMENTUM = 0.9
 MAX_EPOCHS = 60
 BATCH = 64
-_VALIDATED_FROM = 500  # with fewer rows all are trained on, for all epochs
+_VALIDATED_FROM = 500  # with fewer rows all are used for training, for all epochs
 _VALIDATION_SHARE = 0.1
 _PATIENCE = 5  # epochs without a lower validation loss before training ends
 
@@ -35,7 +35,7 @@ class MlpScorer(VectorScorer):
 
     with z the vector whose columns are standardised on the rows of the fit. ReLU after the first two layers, dropout after
     the second, SGD with learning rate 0.001 and momentum 0.9 on the cross-entropy, at most 60 epochs (Dong et al., CVPR
-    2022, appendix "Lightweight OOD Detector"). Given at least 500 rows, a tenth of them, drawn by `seed`, says when to stop:
+    2022, appendix "Lightweight OOD Detector"). Given at least 500 rows, a tenth of them, drawn by `seed`, decides when to stop:
     training ends after five epochs without a lower loss on it, and the best epoch's weights are kept.
 
     The global random state of torch is neither read nor changed.
@@ -60,12 +60,12 @@ class MlpScorer(VectorScorer):
     def fit(self, inliers: Tensor, outliers: Tensor | None = None, chosen: Tensor | None = None) -> Self:
         """Learn from in-distribution rows (N, D) and out-of-distribution rows (M, D)."""
         outliers = check_two_classes(inliers, outliers, self.name)
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode
             rows = _Rows(Blocks(inliers.detach(), chosen), Blocks(outliers.detach()))
             target = torch.cat([torch.zeros(len(rows.inliers)), torch.ones(len(outliers))])
             layers = _train(rows, target, torch.Generator().manual_seed(self.seed))
         self.mean_, self.scale_ = rows.mean, rows.scale
-        layers[0] = layers[0] * rows.varies  # a column that never varied says nothing
+        layers[0] = layers[0] * rows.varies  # a constant column has no information
         for name, value in zip(self.learnt[2:], layers, strict=True):
             setattr(self, name, value)
         return self
@@ -105,7 +105,7 @@ def _train(rows: Tensor | _Rows, target: Tensor, generator: torch.Generator) -> 
     order = torch.randperm(len(target), generator=generator)
     aside = int(len(target) * _VALIDATION_SHARE) if len(target) >= _VALIDATED_FROM else 0
     validation, training = order[:aside], order[aside:]
-    batch = max(1, min(BATCH, len(training) // 8))  # few rows still make several steps an epoch
+    batch = max(1, min(BATCH, len(training) // 8))  # several steps per epoch even for few rows
     best, best_loss, best_epoch = layers, math.inf, 0
     for epoch in range(MAX_EPOCHS):
         shuffled = training[torch.randperm(len(training), generator=generator)]
@@ -134,7 +134,7 @@ def _validate(layers: list[Tensor], rows: Tensor | _Rows, target: Tensor, chosen
 
 
 def _first_weights(columns: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Give weight and bias of each layer, uniform in ±1 / sqrt(inputs) as torch's own linear layers start."""
+    """Yield weight and bias of each layer, uniform in ±1 / sqrt(inputs) as torch's own linear layers start."""
     for inputs, outputs in ((columns, HIDDEN[0]), HIDDEN, (HIDDEN[1], 1)):
         bound = 1 / math.sqrt(inputs)
         for shape in ((outputs, inputs), (outputs,)):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from neuralmean.errors import InputError
 
-_BLOCK = 1024  # rows added up in float32 before they join the float64 sum
-_CONSTANT = 1e-6  # a float32 column that varies by less than this share of its mean holds rounding errors only
+_BLOCK = 1024  # rows summed in float32 before they join the float64 sum
+_CONSTANT = 1e-6  # a float32 column that varies by less than this share of its mean contains only rounding errors
 
 
 def column_scale(blocks: Callable[[], Iterable[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and standard deviation of each column, float32 (D,) each, and which columns vary at all, bool (D,).
+    """Return mean and standard deviation of each column, float32 (D,) each, and which columns vary, bool (D,).
 
-    The deviation of a constant column is given as 1. Two passes, so that columns far from zero lose no digits.
+    The deviation of a constant column is 1. Two passes, so that columns far from zero lose no digits.
 
     Args:
         blocks: Called once a pass; gives float32 rows, shapes (n, D), at least one row in all.
@@ -32,7 +32,7 @@ def column_scale(blocks: Callable[[], Iterable[Tensor]]) -> tuple[Tensor, Tensor
     for part in _parts(blocks):
         squares = squares + (part - mean).square_().sum(dim=0).double()
     std = (squares / count).sqrt().float()
-    finite = std.isfinite()  # a mean that is not makes a deviation that is not
+    finite = std.isfinite()  # an infinite mean makes an infinite deviation
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
         raise InputError(

@@ -1,6 +1,6 @@
-"""Class-conditional statistics that the typicality scorer is made of, and its sketch of columns: pure functions of tensors.
+"""Class-conditional statistics for the typicality scorer, and its sketch of columns: pure functions of tensors.
 
-Rows are read in blocks and added up in float64, so that there may be more of them than memory holds.
+Rows are read in blocks and summed in float64, so that they need not fit in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRIOR_ROWS = (
 def distinct_columns(rows: Blocks, *, seed: int = 0) -> Tensor:
     """Return the indices of the columns of (N, D) that vary and do not repeat an earlier one, shape (D',).
 
-    Networks that concatenate (DenseNet) normalise the same channel again and again. Two columns are the same if they
+    Networks that concatenate (DenseNet) normalise the same channel repeatedly. Two columns are the same if they
     differ by a constant only; they are told apart by a few random projections of their shape over the rows.
     """
     rows = rows.then(Tensor.double)
@@ -89,18 +89,18 @@ def explained_share(rows: Blocks, means: Tensor, classes: Tensor, counts: Tensor
 
 
 def share_weights(share: Tensor, freedom: int) -> Tensor:
-    """Return what each column counts, (D,), adding up to 1: by its share, and the more alike the fewer rows told the shares.
+    """Return the weight of each column, (D,), adding up to 1: larger for larger shares, and more equal if few rows estimate them.
 
     Args:
         share: Share of each column's variance that the class explains, (D,).
-        freedom: Rows less classes.
+        freedom: Rows minus classes.
     """
     weight = freedom * share + PRIOR_ROWS
     return weight / weight.sum()
 
 
 def shrink_means(means: Tensor, centre: Tensor, counts: Tensor, within: Tensor, share: Tensor) -> Tensor:
-    r"""Pull class means towards the grand mean as far as they are noise: empirical Bayes, column by column.
+    r"""Shrink class means towards the grand mean by their noise: empirical Bayes, column by column.
 
     A mean of :math:`n_k` rows is kept by :math:`\tau^2 / (\tau^2 + w^2 / n_k)`.
     """
@@ -131,7 +131,7 @@ def low_rank(matrix: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]
     """Return `left` (K, R) and `right` (R, D) whose product approximates `matrix` best, rows weighted by their counts."""
     rank = min(rank, *matrix.shape)
     weight = counts.to(matrix.dtype).sqrt().unsqueeze(1)
-    # Through the small Gram matrix of the classes, as the columns are many; `eigh` fails on its repeated zeros.
+    # Through the small Gram matrix of the classes, because there are many columns; `eigh` fails on its repeated zeros.
     weighted = matrix * weight
     basis = torch.linalg.svd(weighted @ weighted.T)[0][:, :rank]
     return torch.where(weight > 0, basis / weight.clamp_min(1e-12), 0.0), basis.T @ weighted
@@ -157,12 +157,12 @@ def k_means(rows: Blocks, clusters: int, *, seed: int = 0, iterations: int = 30)
 
 @dataclass(frozen=True)
 class Sketch:
-    """Columns hashed with signs into fewer buckets, which keeps inner products in expectation: a count sketch."""
+    """Columns hashed with signs into fewer buckets, which preserves inner products in expectation: a count sketch."""
 
     bucket: Tensor  # (D,) int64, of each column
     sign: Tensor  # (D,)
     members: Tensor  # (m, P) int64, columns of each bucket; the first column where a bucket has fewer than m
-    weight: Tensor  # (m, P), their signs, and 0 for what is no member
+    weight: Tensor  # (m, P), their signs, and 0 for padding
 
     @classmethod
     def of(cls, bucket: Tensor, sign: Tensor) -> Sketch:
@@ -182,9 +182,9 @@ class Sketch:
         return cls(bucket, sign, members, weight)
 
     def add_up(self, rows: Tensor) -> Tensor:
-        """Add the signed columns of each bucket up, (N, D) to (N, P): the rows themselves if each column has a bucket.
+        """Sum the signed columns of each bucket, (N, D) to (N, P): the rows themselves if each column has a bucket.
 
-        Columns are gathered and not scattered: onnxruntime adds scattered ones up in several threads at once, and loses some.
+        Columns are gathered, not scattered: onnxruntime adds scattered columns in several threads without locks and loses some.
         """
         if len(self.members) == 1:
             return rows

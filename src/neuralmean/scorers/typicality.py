@@ -1,7 +1,7 @@
-"""The default where only in-distribution data is at hand: is the input typical of the class the model sees in it?
+"""The default with in-distribution data only: is the input typical of its predicted class?
 
-No crafted data, no OOD data and no weight to tune. State is small: the class means of the NMD vector are kept at low
-rank, everything else lives in sketches of at most 512 numbers.
+No crafted data, no OOD data and no weight to tune. The state is small: the class means of the NMD vector are stored at low
+rank, everything else in sketches of at most 512 numbers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from neuralmean.stats.moments import Moments
 
 RANK = 32
 CLUSTERS = 20
-CLUSTERED = 1.75  # times the cosine of a random direction to the nearest of as many: from there on, clusters are real
+CLUSTERED = (
+    0.1  # of the way from the cosine of a random direction to 1: fresh rows must get as far for clusters to be real
+)
 ROWS_PER_CLUSTER = 10
 LEAST_ROWS = 20
-LIMIT = 10.0  # deviations that a channel counts as at most: one that hardly ever fires may lie thousands away
-_GAMMA, _MOST_LIKELY = 0.1, 10  # of the generalised entropy; fewer classes than that all count
-LEAST = -3.0  # deviations that a term lowers a score by at most: huge activations may give a huge confidence
-ANGLE_FROM = 100  # rows: the angle to the means of fewer says little
+LIMIT = 10.0  # deviations at which a channel is clipped: a rarely active one may be thousands away
+_GAMMA, _MOST_LIKELY = 0.1, 10  # classes in the generalised entropy; with fewer, all count
+LEAST = -3.0  # lower limit of a term in deviations: huge activations may give a huge confidence
+ANGLE_FROM = 100  # rows below which the angle to their means is unreliable
 TERMS = ("far", "angle", "reach", "doubt")
 _REASONS = {
     "angle": f"it takes {ANGLE_FROM} examples",
@@ -51,26 +53,26 @@ _REASONS = {
 
 
 class TypicalityScorer(VectorScorer):
-    r"""Adds up to four terms, each standardised on in-distribution rows that it was not learnt from.
+    r"""Sums up to four terms, each standardised on in-distribution rows that it was not learnt from.
 
     With :math:`x` the NMD vector, :math:`l` the logits and :math:`p` the softmax of the logits divided by their usual
     deviation:
 
-    - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from what the channel means of the predicted
-      class are, in units of the deviation within classes; :math:`a_c` grows with the share of the channel's variance that
-      the class explains. Once standardised, it is 0 at least: an input that lies nearer than usual gains nothing by it (and
-      no other term counts as less than -3);
+    - *far*: :math:`\sum_c a_c |x_c - \sum_k p_k \mu_{kc}| / w_c`, the distance from the channel means of the predicted
+      class, in units of the deviation within classes; :math:`a_c` grows with the share of the channel's variance that
+      the class explains. Once standardised, it is at least 0: an input nearer than usual does not lower its score (and
+      no other term is below -3);
     - *angle*: minus the largest cosine between :math:`x` and a class mean, after whitening;
     - *reach*: :math:`-\log \sum_k \exp l_k` over the length of the whitened :math:`x`;
     - *doubt*: the generalised entropy of the softmax :math:`q` of the logits, :math:`\sum_k q_k^\gamma (1 - q_k)^\gamma` over
       the most likely classes.
 
     Classes are the model's own predictions: no labels are needed. For a model without classes, clusters of the vectors'
-    last columns (those of the deepest layers) take their place, and the terms are *far* and *angle*. Where the vectors have
+    last columns (those of the deepest layers) replace them, and the terms are *far* and *angle*. If the vectors have
     no such clusters there is one class, and the angle is replaced by the length of the whitened :math:`x`.
 
     Args:
-        seed: Of the sketches and folds.
+        seed: Seed of the sketches and folds.
     """
 
     name = "typicality"
@@ -112,15 +114,15 @@ class TypicalityScorer(VectorScorer):
         chosen: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """Learn as `fit` does, and score rows that were made of the inliers, each by what was learnt without its origin.
+        """Learn as `fit` does, and score rows made from the inliers, each by what was learnt without its origin.
 
         Args:
             inliers: As for `fit`.
             outliers: As for `fit`.
-            others: An `Observation` of M inputs, say of rotated copies.
-            origin: Which of the rows that are learnt from each was made of, int64 (M,).
+            others: An `Observation` of M inputs, such as rotated copies.
+            origin: The inlier that each was made from, int64 (M,).
             chosen: As for `fit`.
-            whole: Whether to score all of them, where a fifth of many would be enough to measure on.
+            whole: Whether to score all of them, even if a fifth is enough to measure on.
 
         Returns:
             Scores, shape (M,); NaN where the origin was in no fold.
@@ -132,7 +134,7 @@ class TypicalityScorer(VectorScorer):
             )
         self._most_clusters = CLUSTERS
         made, terms = self._cross_fit(inliers, rows, others, origin, whole)
-        if len(self.clusters_) and -terms[:, 1].mean() < CLUSTERED * self._cosine_by_chance():
+        if len(self.clusters_) and -terms[:, 1].mean() < self._least_cosine():
             self._most_clusters = 1  # fresh rows are no nearer to the clusters' means than to any others
             made, terms = self._cross_fit(inliers, rows, others, origin, whole)
         self._learn(inliers, chosen)
@@ -154,12 +156,14 @@ class TypicalityScorer(VectorScorer):
                 made[scored] = torch.cat([self._terms(block) for block in others.blocks(scored)])
         return made, torch.cat(values)
 
-    def _cosine_by_chance(self) -> float:
+    def _least_cosine(self) -> float:
+        """Mean cosine of fresh rows to the nearest cluster from which on there are clusters."""
         count, width = len(self.clusters_) - 1, len(self.angle_offset_)
-        return math.sqrt(2 * math.log(count) / width)
+        chance = min(1.0, math.sqrt(2 * math.log(count) / width))  # of a random direction to the nearest of so many
+        return chance + CLUSTERED * (1 - chance)
 
     def left_out(self) -> dict[str, str]:
-        """Return the terms that do not count, each with the reason."""
+        """Return the terms that are left out, each with the reason."""
         self.check_fitted()
         return left_out(self.used_)
 
@@ -175,7 +179,7 @@ class TypicalityScorer(VectorScorer):
     def score_batch(self, vectors: Any) -> Tensor:
         r"""Score an `Observation` as one batch; higher = more OOD.
 
-        Residuals are averaged over the batch before their magnitude is taken, the other terms as they are; each is
+        Residuals are averaged over the batch before their magnitude is taken, the other terms unchanged; each is
         scaled by :math:`\sqrt{N}`, so that an in-distribution batch scores about the same whatever its size.
         """
         self.check_fitted()
@@ -187,7 +191,7 @@ class TypicalityScorer(VectorScorer):
         return self._standardise(scaled[None]).sum()
 
     def contributions(self, vectors: Any) -> Tensor:
-        """Share of each channel in *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
+        """Return the contribution of each channel to *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
         standard = self._standardised(vectors)
         inner = self._residual(standard, vectors).abs() * self.weight_ / self.term_std_[0]
@@ -197,10 +201,10 @@ class TypicalityScorer(VectorScorer):
         return shares
 
     def terms(self, vectors: Any) -> dict[str, Tensor]:
-        """Return what belongs to no channel, (N,) each: *reach*, *doubt*, less their usual values, and a constant."""
+        """Return the terms of no channel, (N,) each: *reach*, *doubt*, minus their usual values, and a constant."""
         standard = self.standard_terms(vectors)
         named = {name: standard[:, index] for index, name in enumerate(TERMS) if index >= 2}
-        # What is left of far and angle: their usual values, and what keeps far from being less than 0.
+        # The rest of far and angle: their usual values, and the correction that keeps far at least 0.
         return {**named, "constant": standard[:, :2].sum(dim=1) - self.contributions(vectors).sum(dim=1)}
 
     def _learn(self, inliers: Observation, chosen: Tensor | None) -> Self:
@@ -214,7 +218,9 @@ class TypicalityScorer(VectorScorer):
             )
         self.keep_ = keep.int()
         classes, n_classes = self._learn_classes(inliers.logits, vectors, chosen)
-        known, classes = torch.unique(classes, return_inverse=True)  # of a hundred thousand, few may ever occur
+        known, classes = torch.unique(
+            classes, return_inverse=True
+        )  # of a hundred thousand classes only a few may occur
         rows = vectors.then(lambda block: block[:, keep].double())
         means, counts = class_means(rows, classes, len(known))
         within, share = explained_share(rows, means, classes, counts)
@@ -229,12 +235,12 @@ class TypicalityScorer(VectorScorer):
             rows.then(lambda block: _in_deviations(block, centre, within)), classes, len(known), self.seed
         )
         for part in ("offset", "whiten", "target"):
-            # Laid out as a saved file gives it back: the last bit of a product depends on the layout.
+            # In the layout of a saved file: the last bit of a product depends on the layout.
             setattr(self, f"angle_{part}_", getattr(angle, part).contiguous())
         return self
 
     def _learn_classes(self, logits: Tensor | None, vectors: Blocks, chosen: Tensor | None) -> tuple[Tensor, int]:
-        """Return the class of each row and how many there are: the model's own predictions, or else clusters."""
+        """Return the class of each row and the number of classes: the model's predictions, or else clusters."""
         self.clusters_, self.temperature_ = torch.zeros(0, 0), torch.tensor(1.0)
         if logits is None or logits.dim() != 2 or logits.shape[1] < 2:
             return self._learn_clusters(vectors)
@@ -243,14 +249,14 @@ class TypicalityScorer(VectorScorer):
         return torch.cat([block.argmax(dim=1) for block in outputs]), logits.shape[1]
 
     def _learn_clusters(self, vectors: Blocks) -> tuple[Tensor, int]:
-        """Let clusters stand in for the classes of a model that has none; of few rows there is only one."""
+        """Return clusters in place of classes for a model without any; few rows form a single one."""
         count = min(self._most_clusters, len(vectors) // ROWS_PER_CLUSTER)
         if count < 2:
             return torch.zeros(len(vectors), dtype=torch.int64), 1
         columns = self.keep_.long()
         columns = columns[-max(min(32, len(columns)), len(columns) // 8) :]
         last = vectors.then(lambda block: block[:, columns])
-        # Centres and rows are compared in units of each column's deviation; the first row of the state is that unit.
+        # Centres and rows are compared in units of each column's deviation, the first row of the state.
         scale = Moments.of_blocks(last, len(columns)).std.clamp_min(1e-12)
         centres = k_means(last.then(lambda block: block / scale), count, seed=self.seed)
         self.clusters_ = torch.cat([scale[None], centres]).float()
@@ -259,11 +265,11 @@ class TypicalityScorer(VectorScorer):
     def _nearest_cluster(self, distinct: Tensor) -> Tensor:
         scale, centres = self.clusters_[0], self.clusters_[1:]
         rows = distinct[:, -len(scale) :].to(scale.dtype) / scale
-        # The squared distance, less the row's own length: `cdist` does not go into a graph whose batch is dynamic.
+        # The squared distance, minus the row's own length: `cdist` cannot be exported with a dynamic batch.
         return (centres.square().sum(dim=1) - 2 * rows @ centres.T).argmin(dim=1)
 
     def _membership(self, observation: Observation) -> Tensor | None:
-        """How much each input belongs to each class, (N, K); None if there is one class only."""
+        """Return the membership of each input in each class, (N, K); None if there is only one class."""
         if len(self.clusters_):
             nearest = self._nearest_cluster(self._distinct(observation))
             return torch.nn.functional.one_hot(nearest, len(self.clusters_) - 1).to(self.left_.dtype)
@@ -276,7 +282,7 @@ class TypicalityScorer(VectorScorer):
         parts = [getattr(self, f"angle_{part}_") for part in ("offset", "whiten", "target")]
         return _Angle(_hash_columns(len(self.centre_), self.seed), *parts)
 
-    # What is learnt is in single precision, whatever the model computes in.
+    # The state is in single precision, whatever the model computes in.
 
     def _distinct(self, observation: Observation) -> Tensor:
         return _choose(observation.vector, self.keep_).float()
@@ -291,7 +297,7 @@ class TypicalityScorer(VectorScorer):
         return standard if membership is None else standard - membership @ self.left_ @ self.right_
 
     def _terms(self, observation: Observation) -> Tensor:
-        """Return the terms of each input, (N, T); one that the model has no signal for is 0."""
+        """Return the terms of each input, (N, T); one without a signal of the model is 0."""
         standard = self._standardised(observation)
         far = self._residual(standard, observation).abs() @ self.weight_
         angle, length = self._angle.with_length(standard)
@@ -311,7 +317,7 @@ class TypicalityScorer(VectorScorer):
 
 
 def left_out(used: Tensor) -> dict[str, str]:
-    """Return the terms that do not count, each with the reason, given which do, (T,)."""
+    """Return the terms that are left out, each with the reason, given which count, (T,)."""
     return {name: _REASONS[name] for name, counts in zip(TERMS, used.tolist(), strict=True) if not counts}
 
 
@@ -368,13 +374,13 @@ class _Angle:
     def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the term of each row and the whitened length of the row, (N,) each."""
         whitened = self._whitened(rows)
-        length = torch.linalg.vector_norm(whitened, dim=1)  # a kernel, where `norm` is Python
+        length = torch.linalg.vector_norm(whitened, dim=1)  # a kernel; `norm` is Python
         if not len(self.target):
             return length, length
         return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12), length
 
     def by_column(self, rows: Tensor) -> Tensor:
-        """Share of each column in the term, (N, D): cosine and distance are linear in the columns once the length is known."""
+        """Return the contribution of each column to the term, (N, D): cosine and distance are linear in the columns."""
         whitened = self._whitened(rows)
         length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
         direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
@@ -388,7 +394,7 @@ class _Angle:
 
 
 def _choose(table: Tensor, columns: Tensor) -> Tensor:
-    """Return some columns of a table, given in order: the table itself if these are all."""
+    """Return some columns of a table, given in order: the table itself if all are chosen."""
     return table if table.shape[1] == len(columns) else table.index_select(1, columns)
 
 

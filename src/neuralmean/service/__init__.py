@@ -1,10 +1,10 @@
-"""The detector beside a model in production: HTTP, metrics and a page. Needs `pip install neuralmean[serve]`.
+"""The detector with a model in production: HTTP, metrics and a page. Needs `pip install neuralmean[serve]`.
 
 Importing this package imports nothing of the extra; `serve` and `create_app` do. The files:
 
     connections header bytes, header time and connections, bounded before there is a request
     settings    limits and the token, checked
-    refusal     what is answered instead of a result: a status and a sentence
+    refusal     answers to invalid requests: a status and a sentence
     passes      one forward pass: output, decision, vectors, explanation
     freezing    the compiled graph, made in the background and swapped in once it is checked
     workers     passes share the cores: how many at a time, on how many threads
@@ -13,16 +13,16 @@ Importing this package imports nothing of the extra; `serve` and `create_app` do
     grpc        the same over gRPC, with the same batching
     telemetry   OpenTelemetry traces and metrics
     bodies      request bodies with limits: sizes, compression, multipart, images
-    live        what the page shows: latest items, flagged thumbnails, the monitor
+    live        content of the page: latest items, flagged thumbnails, the monitor
     metrics     the same for Prometheus
     describe    sentences and numbers for people: why an input was flagged
     service     the detector with all of these: made, started, ended
-    verdicts    what is asked about inputs
-    watch       what is asked about the stream
+    verdicts    routes for inputs
+    watch       routes for the stream
     pages       the page and the API's description, as files
-    gate        what every request passes: host, origin, token, counting, the access log
+    gate        checks of every request: host, origin, token; counting and the access log
     logs        lines on stderr: time, level, message; text or JSON
-    schema      what the OpenAPI description says of bodies and answers
+    schema      bodies and answers in the OpenAPI description
     handlers    exceptions to answers
     app         the routes
     launch      from a saved file to a running server
@@ -59,10 +59,10 @@ def create_app(
 
     Args:
         detector: A calibrated detector with its model.
-        preprocessing: What images need before the model sees them; None serves tensors only.
-        name: What the model is called in addresses.
+        preprocessing: Preprocessing of images; None serves tensors only.
+        name: Name of the model in addresses.
         settings: Limits and the token.
-        monitor: Goes on with this one; None begins a new one, or the one in `settings.state`.
+        monitor: Continues this one; None begins a new one, or the one in `settings.state`.
     """
     _check_extra()
     from neuralmean.service.app import build_app
@@ -88,21 +88,21 @@ def serve(
     telemetry: bool = False,
     **options: Any,
 ) -> None:
-    """Serve a saved detector until SIGTERM or Ctrl+C, then finish what was accepted and return.
+    """Serve a saved detector until SIGTERM or Ctrl+C, then finish accepted requests and return.
 
     Args:
         path: A file that `Detector.save` or `nmd fit` wrote.
-        host: Address to listen on; the default can be reached from this machine only.
+        host: Address to listen on; the default is reachable from this machine only.
         port: Port to listen on; 0 takes a free one.
-        name: What the model is called in addresses; None takes the file's stem.
-        rate: False-alarm rate to use instead of that of the fit.
-        model: Spec of the model, where the file does not say or says it wrongly.
+        name: Name of the model in addresses; None takes the file's stem.
+        rate: False-alarm rate, overriding that of the fit.
+        model: Spec of the model, overriding the file.
         weights: Weights of the model, likewise.
         token: Clients must send it as `Authorization: Bearer TOKEN`; None reads the environment variable `NMD_TOKEN`.
         token_file: A file that holds the token.
         device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
-        log_format: `text` or `json`: how the lines on stderr look.
+        log_format: Format of the lines on stderr, `text` or `json`.
         grpc_port: Port for the gRPC form of the protocol; None serves HTTP only. Needs `pip install neuralmean[grpc]`.
         telemetry: Whether to send OpenTelemetry traces and metrics over OTLP. Needs `pip install neuralmean[otel]`.
         options: Fields of `Settings`: `max_batch`, `max_wait_ms`, `queue`, `thumbnails`, `state`, and so on.

@@ -47,7 +47,7 @@ def build_app(
     app = FastAPI(
         title="neuralmean",
         version=__version__,
-        description="Tells whether inputs are like what a model was trained for.",
+        description="Detects inputs that are unlike the training data of a model.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

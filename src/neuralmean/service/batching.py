@@ -1,8 +1,8 @@
-"""Requests that come at the same time share forward passes.
+"""Concurrent requests share forward passes.
 
-A few worker threads run the passes, each with a model of its own. A request that is alone runs at once; under load
+A few worker threads run the passes, each with its own copy of the model. A single request runs at once; under load
 requests wait for each other up to a bound. The queue is bounded in inputs and refuses at once when full. A request that
-is given up before its pass begins does not run. `close` finishes what was accepted.
+is cancelled before its pass begins does not run. `close` finishes accepted requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AFTERWARDS = 16
 """Batches that may wait for `after` before the workers wait for it too."""
 
 SMALL = 8
-"""Rows that are not worth being split: what a pass costs beside its rows is about this much."""
+"""Fewer rows are not worth splitting: the fixed cost of a pass is about that of this many rows."""
 
 
 class Run(Protocol):
@@ -43,12 +43,12 @@ class Run(Protocol):
 
 
 class ClientGoneError(Exception):
-    """The client has gone before its answer came."""
+    """The client disconnected before its answer."""
 
 
 @dataclass
 class Answer:
-    """What one job gets: the pass that it shared, and which rows are its own."""
+    """The result of one job: the shared pass, and its own rows."""
 
     shared: Pass
     rows: slice
@@ -65,7 +65,7 @@ class Job:
 
     inputs: Tensor  # (N, ...)
     explain: bool = False
-    watched: bool = True  # whether it belongs to the stream that the monitor watches
+    watched: bool = True  # whether it belongs to the monitored stream
     since: float = field(default_factory=time.monotonic)
     future: asyncio.Future[Answer] | None = None
     given_up: bool = False
@@ -74,7 +74,7 @@ class Job:
         return len(self.inputs)
 
     def fits_with(self, other: Job) -> bool:
-        """Whether the two can be one batch."""
+        """Return whether the two can share a batch."""
         return self.inputs.shape[1:] == other.inputs.shape[1:] and self.inputs.dtype == other.inputs.dtype
 
 
@@ -83,9 +83,9 @@ class Batcher:
 
     Args:
         runs: The forward passes, one for each worker; they run at the same time.
-        max_batch: Most rows of a batch.
-        max_wait_ms: Longest time that a free worker waits for company, under load.
-        queue: Most rows that wait.
+        max_batch: Maximum number of rows of a batch.
+        max_wait_ms: Maximum time an idle worker waits for more requests to share its batch, under load.
+        queue: Maximum number of waiting rows.
         after: Called with the watched inputs of each batch and what the pass showed of them, one batch after the other on a
             thread of its own.
     """
@@ -104,13 +104,13 @@ class Batcher:
         self._max_queue = queue
         self._after = after
         self._lock = threading.RLock()
-        # One bell for each worker, and the first one that rests is rung: the same one while there is little to do.
+        # One event per worker; the first idle worker is woken, which is always the same one under low load.
         self._bells = [threading.Condition(self._lock) for _ in runs]
         self._resting = [False] * len(runs)
         self._jobs: deque[Job] = deque()
         self._n_waiting = self._n_arriving = self._n_running = 0  # rows, requests, rows
         self._n_free = len(runs)
-        self._crowd = 0.0  # rows that lately were here at a time
+        self._crowd = 0.0  # recent number of concurrent rows
         self._seconds_per_row = 0.01
         self._closing = False
         self.n_passes = self.n_rows = self.n_refused = self.n_given_up = 0
@@ -130,7 +130,7 @@ class Batcher:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Tell the workers, while a request is being read, that it is worth waiting for a moment."""
+        """Tell the workers that a request is being read, so that they wait for it."""
         self._n_arriving += 1
         try:
             yield
@@ -170,7 +170,7 @@ class Batcher:
             timer.cancel()
             if watch is not None:
                 watch.cancel()
-            for job in jobs:  # what has not begun by now, as this call was given up or cancelled, does not begin
+            for job in jobs:  # jobs of a cancelled call that have not begun do not run
                 job.given_up = True
                 if job.future is not None:
                     job.future.cancel()
@@ -190,12 +190,12 @@ class Batcher:
             is_first = not self._jobs
             self._jobs.extend(jobs)
             self._n_waiting += n_rows
-            # In between a worker already waits for company, and waking it would only hold up both threads.
+            # In between, a worker is already waiting for more requests, and waking it would only delay both threads.
             if is_first or not self._waiting_pays():
                 self._ring()
 
     def close(self) -> None:
-        """Refuse what comes from now on, finish what was accepted, and end the workers."""
+        """Refuse new requests, finish accepted ones, and end the workers."""
         with self._lock:
             self._closing = True
             for bell in self._bells:
@@ -224,7 +224,7 @@ class Batcher:
         self._resting[number] = False
 
     def _next_batch(self, number: int) -> tuple[list[Job], bool]:
-        """Wait for work and return jobs that fit together, none at the end, and whether they are alone."""
+        """Wait for jobs and return those that share a batch, none at the end, and whether no others wait."""
         free_since = time.monotonic()
         with self._lock:
             while True:
@@ -237,7 +237,9 @@ class Batcher:
                     self._rest(number, left)
                 else:
                     break
-            self._crowd = (self._crowd + self._n_waiting + self._n_running) / 2  # who stays away is soon forgotten
+            self._crowd = (
+                self._crowd + self._n_waiting + self._n_running
+            ) / 2  # the average forgets absent clients quickly
             jobs = self._take()
             alone = len(jobs) == 1 and not (self._jobs or self._n_running or self._n_arriving)
             self._n_running += sum(map(len, jobs))
@@ -247,13 +249,13 @@ class Batcher:
             return jobs, alone
 
     def _time_left(self, free_since: float) -> float:
-        """Return how many seconds a worker that is free since then may yet wait for more jobs."""
+        """Return how many more seconds a worker that became idle then may wait for more jobs."""
         if self._closing or not self._waiting_pays():
             return 0.0
         return max(self._jobs[0].since, free_since) + self._max_wait - time.monotonic()
 
     def _waiting_pays(self) -> bool:
-        """Tell whether more jobs are near, and fewer wait than one worker's part of all that come at a time."""
+        """Return whether more jobs are expected, and fewer are waiting than one worker's share of the concurrent ones."""
         here = self._n_waiting + self._n_running
         self._crowd = max(self._crowd, here + self._n_arriving)
         part = min(self._max_batch, self._crowd / len(self._workers))
@@ -268,7 +270,7 @@ class Batcher:
     def _take(self) -> list[Job]:
         taken: list[Job] = []
         rest: deque[Job] = deque()
-        part = max(SMALL, math.ceil(self._n_waiting / self._n_free))  # leaves the other free workers theirs
+        part = max(SMALL, math.ceil(self._n_waiting / self._n_free))  # leaves jobs for the other idle workers
         room = min(self._max_batch, part)
         for job in self._jobs:
             if not taken or (len(job) <= room and job.fits_with(taken[0])):
@@ -287,7 +289,7 @@ class Batcher:
             inputs = jobs[0].inputs if len(jobs) == 1 else torch.cat([job.inputs for job in jobs])
             shared = run(inputs, _explained_rows(jobs), alone=alone)
         except Exception as error:  # noqa: BLE001 - one request's fault must not end the worker
-            if len(jobs) > 1:  # one of them is at fault, the others must not suffer
+            if len(jobs) > 1:  # one request is at fault; the others are run separately
                 for job in jobs:
                     self._run_batch(run, [job], alone=False)
             else:
@@ -311,10 +313,10 @@ class Batcher:
             try:
                 self._after(*item)
             except Exception:
-                log.exception("The monitor could not take a batch in.")
+                log.exception("The monitor failed on a batch.")
 
     def _end(self, n_rows: int) -> None:
-        """Count a pass as over, before its answers are out: their clients may come again at once."""
+        """Count a pass as finished before its answers are sent: their clients may send new requests at once."""
         with self._lock:
             self._n_running -= n_rows
             self.n_passes += 1
@@ -357,5 +359,5 @@ def _deliver(jobs: Sequence[Job], answers: Sequence[Answer | BaseException]) -> 
     if futures:
         try:
             futures[0].get_loop().call_soon_threadsafe(set_all)
-        except RuntimeError:  # the event loop has ended: nobody waits any more
+        except RuntimeError:  # the event loop has ended: no client is waiting
             log.info("An answer came after the end.")

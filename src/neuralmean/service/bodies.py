@@ -32,23 +32,23 @@ Aside = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 SMALL_BYTES = 16 * 2**10
 SMALL_PIXELS = 128**2
-"""An image up to here takes less time to decode than to hand to a thread and back."""
+"""A smaller image takes less time to decode than to pass to a thread and back."""
 
 
 TOGETHER = 4
-"""The images of a request may have this many times the pixels that one may have: a few bytes unpack to millions."""
+"""Limit on the pixels of all images of a request, as a multiple of the limit of one: a few bytes can unpack to millions."""
 
 
 @dataclass(frozen=True)
 class NamedBytes:
-    """The bytes of an image file, and what the client calls it."""
+    """The bytes of an image file, and its name."""
 
     name: str
     data: bytes
 
 
 class BodyReader:
-    """Reads bodies and keeps count of the bytes that are held at a time.
+    """Reads bodies and counts the bytes that are held.
 
     Args:
         settings: The limits.
@@ -61,12 +61,12 @@ class BodyReader:
 
     @property
     def n_bytes(self) -> int:
-        """How many bytes are held now."""
+        """Number of bytes held."""
         return self._held
 
     @contextmanager
     def holding(self) -> Iterator[_Hold]:
-        """Count what is read in this block as held until its end."""
+        """Count bytes that are read in this block as held until its end."""
         hold = _Hold()
         try:
             yield hold
@@ -92,7 +92,7 @@ class BodyReader:
         return plain
 
     def add(self, hold: _Hold, n_bytes: int) -> None:
-        """Count more bytes as held, or refuse the request where there are too many."""
+        """Count more bytes as held, or refuse the request if there are too many."""
         if self._held + n_bytes > self._settings.max_bytes_in_flight:
             raise busy("The server holds too many requests already. Try again later.", 1)
         self._held += n_bytes
@@ -131,7 +131,7 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     """Await something, or raise TimeoutError."""
     if sys.version_info < (3, 11):
         return await asyncio.wait_for(work, seconds)
-    async with asyncio.timeout(seconds):  # no task of its own, which would take as long as the reading
+    async with asyncio.timeout(seconds):  # without a separate task, which would take as long as the reading
         try:
             return await work
         finally:
@@ -192,7 +192,7 @@ class form_closing:  # noqa: N801 - reads like a function
 def decode_images(
     files: list[NamedBytes], preprocessing: Preprocessing, *, max_pixels: int, max_bytes: int
 ) -> list[NDArray[np.uint8]]:
-    """Return the images as the model is to see them, uint8: as one batch (N, H, W, C), or one each where they differ in size.
+    """Return the preprocessed images, uint8: as one batch (N, H, W, C), or separately if they differ in size.
 
     Args:
         files: The image files.
@@ -226,7 +226,7 @@ def decode_images(
 def decode_small(
     files: list[NamedBytes], preprocessing: Preprocessing, *, max_pixels: int, max_bytes: int
 ) -> list[NDArray[np.uint8]] | None:
-    """Do what `decode_images` does where that takes no time; None where it would."""
+    """Do the same as `decode_images` if that is fast; otherwise return None."""
     if len(files) > 1 or len(files[0].data) > SMALL_BYTES or max(preprocessing.size or (0,)) ** 2 > SMALL_PIXELS:
         return None
     try:

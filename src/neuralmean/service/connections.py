@@ -1,9 +1,9 @@
-"""What every connection passes before a request exists: bounds on header bytes and counts, on time, on connections.
+"""Bounds on every connection before a request exists: header bytes and counts, time, number of connections.
 
 uvicorn's protocol hands requests to the application once their headers are complete, and sets no bounds until then. This one
-adds them: bytes reach the parser in small pieces, and a client that sends more than it may without completing anything, or
-takes longer than it may, is told so and hung up on. When there are too many connections, the one that has kept the server
-waiting longest makes room. Needs the `serve` extra.
+adds them: bytes reach the parser in small pieces, and a client that exceeds a bound on bytes or
+time gets an error and is disconnected. When there are too many connections, the one that has kept the server
+waiting longest is closed. Needs the `serve` extra.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PIECE = 16 * 2**10
 PIPELINED = 16
 """Most requests that wait on one connection for the answers before theirs: a few bytes each, and kilobytes in Python."""
 SPARE_FILES = 64
-"""Descriptors that are left for anything but connections."""
+"""Descriptors reserved for uses other than connections."""
 
 
 @dataclass
 class Connections:
-    """The connections that are open, and whose turn it is to go when there are too many."""
+    """The open connections, and which of them to close when there are too many."""
 
     bounds: Bounds
     open: dict[GuardedProtocol, None] = field(default_factory=dict)  # in the order in which they came to wait
     by_client: Counter[str] = field(default_factory=Counter)
 
     def admit(self, new: GuardedProtocol) -> bool:
-        """Take a connection in, where need be in place of one that has the server waiting; False where all are busy."""
+        """Add a connection, if necessary by closing one that keeps the server waiting; False if all are busy."""
         if self.by_client[new.address] >= self.bounds.per_client and not self._drop_one(new.address):
             return False
         if len(self.open) >= self.bounds.connections and not self._drop_one(self.by_client.most_common(1)[0][0]):
@@ -58,7 +58,7 @@ class Connections:
                 del self.by_client[gone.address]
 
     def waits_anew(self, connection: GuardedProtocol) -> None:
-        """Note that a connection was just of use: others go before it."""
+        """Record that a connection was just active: others are closed before it."""
         if connection in self.open:
             del self.open[connection]
             self.open[connection] = None
@@ -107,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Take the connection in, or say that there are too many."""
+        """Accept the connection, or answer that there are too many."""
         super().connection_made(transport)
         self.address = _network(self.client)
         if not self._shared.admit(self):
@@ -123,7 +123,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Hand bytes to the parser as long as it gets somewhere with them."""
+        """Pass bytes to the parser as long as it makes progress."""
         start = 0
         while start < len(data) and not (self._refused or self.transport.is_closing()):
             # Never more than one byte too many, so that headers of that size are not complete before they are refused.
@@ -196,7 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer(self._bounds.idle_s, self._end_idle)
 
     def pause_writing(self) -> None:
-        """Give a client that does not read its answer some time, not all."""
+        """Limit the time for a client to read its answer."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self._bounds.idle_s, self.transport.abort)
@@ -209,11 +209,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP as everything else is answered."""
-        self._refuse(400, "Expected an HTTP/1.1 request, but what came cannot be read as one.")
+        """Answer invalid HTTP with the usual error format."""
+        self._refuse(400, "Expected an HTTP/1.1 request, but it cannot be parsed.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: a client that asks for another protocol is answered in this one."""
+        """Ignore it: a request for another protocol is answered in HTTP/1.1."""
 
     def _await_headers(self) -> None:
         self._start_timer(self._bounds.header_s, self._end_head)
@@ -267,7 +267,7 @@ def _answer(status: int, sentence: str) -> bytes:
 
 
 def _network(client: tuple[str, int] | None) -> str:
-    """Return what counts as one client: an IPv4 address, or a /64 network of IPv6."""
+    """Return the key of a client: an IPv4 address, or a /64 network of IPv6."""
     try:
         address = ipaddress.ip_address((client or ("",))[0].partition("%")[0])
     except ValueError:  # a Unix socket

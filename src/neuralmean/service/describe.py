@@ -1,4 +1,4 @@
-"""Sentences and numbers for people: what a score means, and the nearest thing to a reason for it."""
+"""Sentences and numbers for people: the meaning of a score, and the layers behind it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEANING = {
 
 
 def describe_p_value(p_value: float, n_held_out: int) -> str:
-    """Say in a sentence how unusual an input is.
+    """Return a sentence on how unusual an input is.
 
     Example:
         >>> describe_p_value(0.01, 199)
@@ -47,9 +47,9 @@ def layer_profile(explanation: Explanation, row: int) -> list[dict[str, Any]]:
 
 
 def describe_reason(explanation: Explanation, row: int, *, is_ood: bool) -> str:
-    """Say in a sentence or two which layers made the score what it is, and what such layers look at."""
+    """Return a sentence or two on the layers that contribute most to the score, and what such layers respond to."""
     by_layer = explanation.by_layer[row]
-    strangeness = by_layer / _n_channels(explanation)  # a wide layer is not strange for being wide
+    strangeness = by_layer / _n_channels(explanation)  # normalised by width: a wide layer contributes more anyway
     part = _strangest_third(strangeness)
     best = torch.where(_thirds(len(strangeness)) == part, strangeness, -torch.inf).topk(min(3, len(strangeness)))
     names = [
@@ -62,7 +62,7 @@ def describe_reason(explanation: Explanation, row: int, *, is_ood: bool) -> str:
             f"{'Strangest to' if is_ood else 'Most of the score comes from'} the {depth} layers, which see "
             f"{_MEANING[depth]}; above all {_join(names)}."
         )
-    # What is the same for every input is no reason for any.
+    # A constant term explains no input.
     terms = {name: value[row].item() for name, value in explanation.terms.items() if name != "constant"}
     if terms:
         name = max(terms, key=lambda key: terms[key])
@@ -75,7 +75,7 @@ def describe_reason(explanation: Explanation, row: int, *, is_ood: bool) -> str:
 
 
 def describe_detector(detector: Detector, name: str) -> dict[str, Any]:
-    """Return what the page must know of the detector: the in-distribution scores, the threshold, what it is worth."""
+    """Return the detector's data for the page: the in-distribution scores, the threshold, its guarantee."""
     calibration = detector.calibration
     scores = np.zeros(1) if calibration is None else calibration.scores.double().numpy()
     counts, edges = np.histogram(scores, bins=N_BINS)
@@ -103,7 +103,7 @@ def _thirds(n_layers: int) -> Tensor:
 
 
 def _strangest_third(by_layer: Tensor) -> int:
-    """Say in which third of the model the layers contribute most on average."""
+    """Return in which third of the model the layers contribute most on average."""
     third = _thirds(len(by_layer))
     means: dict[int, float] = {
         part: by_layer[third == part].clamp_min(0).mean().item() for part in sorted(set(third.tolist()))

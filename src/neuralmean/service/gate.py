@@ -1,11 +1,11 @@
-"""What every request passes before it reaches a route: host, origin and token, and afterwards the counting.
+"""Checks of every request before it reaches a route: host, origin and token; counting afterwards.
 
-A browser on this machine is a door for every page it shows. So a request must be addressed to this server by a name that is
-known (else a foreign name that was made to point here could read everything), and what changes anything or shows pictures
+Any page in a browser on this machine can send requests here. So a request must be addressed to a known name of this server
+(otherwise DNS rebinding could read everything), and requests that change something or show pictures
 must not come from a page of another site.
 
-A plain ASGI middleware, as it is in the way of every request and must cost next to nothing. What is asked all the time goes
-straight on to its handler: the way through FastAPI's routes takes longer than all that the handler does.
+A plain ASGI middleware, because every request passes through it. Frequent requests go
+straight to their handler: FastAPI's routing takes longer than the handler itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPEN_PATHS = frozenset(
         "/v2/health/ready",
     }
 )
-"""What may be seen without the token: the page itself holds no data, and load balancers have no token."""
+"""Paths that need no token: the page itself holds no data, and load balancers have no token."""
 
 _ASKED_ALL_THE_TIME = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/live"})
 _SHOWS = ("/live", "/history")  # inputs, also as pictures
@@ -45,12 +45,12 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-po
 
 
 class Gate:
-    """Lets requests through that may pass, and counts all of them.
+    """Checks and counts requests.
 
     Args:
         app: The application behind it.
-        token: What requests must carry; None lets everybody in.
-        allow_hosts: Names under which the server is known, beside its address and those of this machine; `*` is any.
+        token: What requests must carry; None allows every client.
+        allow_hosts: Host names of the server, in addition to its address and those of this machine; `*` is any.
         routes: Names of routes to count under; other paths count as "other".
         direct: Handlers of POST requests by path that are called without looking for a route.
         count: Called with route, status and seconds at the end of each request.
@@ -77,7 +77,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # what is never answered was left by the client
+        begin, status = time.perf_counter(), 499  # without an answer, the client disconnected
 
         async def send_on(message: Message) -> None:
             nonlocal status
@@ -105,7 +105,7 @@ class Gate:
             _log_access(scope, status, seconds)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
-        """Return why a request may not pass, None where it may."""
+        """Return why a request is refused, None if it may pass."""
         found: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             found.setdefault(name, []).append(value)
@@ -122,7 +122,8 @@ class Gate:
         concerns = scope["method"] not in ("GET", "HEAD") or scope["path"].startswith(_SHOWS)
         if concerns and not self._is_own(found, host):
             return Refusal(
-                403, "Expected this from the server's own page or a program, but a page of another site asks."
+                403,
+                "Expected this request from the server's own page or a program, but it comes from a page of another site.",
             )
         if self._token is None or scope["path"] in OPEN_PATHS:
             return None
@@ -141,7 +142,7 @@ class Gate:
         return bool(name) and ("*" in self._hosts or name in self._hosts or name == own or is_loopback(name))
 
     def _is_own(self, found: Mapping[bytes, list[bytes]], host: str) -> bool:
-        """Tell whether a request comes from the server's own page, or from no page at all."""
+        """Return whether a request comes from the server's own page, or from no page at all."""
         if any(value not in (b"same-origin", b"none") for value in found.get(b"sec-fetch-site", [])):
             return False
         for value in found.get(b"origin", []):
@@ -162,7 +163,7 @@ class Gate:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in `NAME:PORT`, without brackets and a last dot; nothing where it is no such thing."""
+    """Return the name in `NAME:PORT`, without brackets and a last dot; empty if it is invalid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".") if "@" not in host else ""
     except ValueError:

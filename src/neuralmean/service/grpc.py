@@ -37,9 +37,9 @@ log = logging.getLogger("neuralmean.service")
 
 SERVICE = "inference.GRPCInferenceService"
 OPEN_CALLS = frozenset({"ServerLive", "ServerReady"})
-"""What may be called without the token: load balancers have none."""
+"""Calls that need no token: load balancers have none."""
 
-# Name, type, number: what the protocol's published .proto says of the messages and fields that this server reads or writes.
+# Name, type, number: the messages and fields of the protocol's published .proto that this server reads or writes.
 # Fields that are left out are skipped by the parser, as protobuf skips every field that it does not know.
 _MESSAGES: dict[str, str] = {
     "ServerLiveRequest": "",
@@ -78,7 +78,7 @@ _CODES = {
 
 
 class Served(Protocol):
-    """What the HTTP service has that this server shares."""
+    """The parts of the HTTP service that this server shares."""
 
     name: str
     spec: InputSpec
@@ -158,7 +158,7 @@ class GrpcServer:
         log.info("Serving gRPC on port %d", self.port)
 
     async def stop(self) -> None:
-        """Refuse new calls and wait for those that were accepted."""
+        """Refuse new calls and wait for accepted ones."""
         if self._server is not None:
             await self._server.stop(grace=self._service.settings.timeout_s)
 
@@ -280,5 +280,5 @@ def _wanted(names: list[str]) -> tuple[str, ...]:
         if name not in OUTPUTS:
             raise Refusal(400, f"Expected the outputs to be among {list(OUTPUTS)}, but got {name[:40]!r}.")
     if len(set(names)) < len(names):
-        raise Refusal(400, "Expected every output to be asked for once, but one is there twice.")
+        raise Refusal(400, "Expected every output to be requested once, but one is listed twice.")
     return tuple(names)

@@ -1,4 +1,4 @@
-"""What is answered when a request ends with an exception: JSON with one sentence, never a traceback."""
+"""Answers to requests that end with an exception: JSON with one sentence, never a traceback."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 
 
 def answer_to(request: Request, error: Exception) -> Response:
-    """Return what is answered to a request that ended with an exception."""
+    """Return the answer to a request that ended with an exception."""
     from fastapi.exceptions import RequestValidationError
 
     if isinstance(error, (ClientDisconnect, ClientGoneError)):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone
     if isinstance(error, Refusal):
         return json_answer({"error": error.sentence}, error.status, error.headers)
     if isinstance(error, InputError):
@@ -46,13 +46,13 @@ def answer_to(request: Request, error: Exception) -> Response:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Tell the application how exceptions are answered."""
+    """Register the handlers of exceptions."""
     from fastapi.exceptions import RequestValidationError
 
     async def handler(request: Request, error: Exception) -> Response:
         return answer_to(request, error)
 
-    # What `Exception` alone would catch is raised again behind the answer, for the server to log a traceback.
+    # A handler of `Exception` alone would raise it again after the answer, and the server would log a traceback.
     expected = (Refusal, NeuralMeanError, HTTPException, RequestValidationError, ClientDisconnect, ClientGoneError)
     for kind in (*expected, Exception):
         app.add_exception_handler(kind, handler)

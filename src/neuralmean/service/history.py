@@ -1,6 +1,6 @@
-"""What came through the service, kept on disk: decisions, counts by minute and hour, alarms, pictures of flagged inputs.
+"""The history of the service on disk: decisions, counts by minute and hour, alarms, pictures of flagged inputs.
 
-One SQLite file, written in one transaction every half second: what was there a second before a `kill -9` is still there. The file
+One SQLite file, written in one transaction every half second: everything up to a second before a `kill -9` is kept. The file
 is bounded by age and by size: the oldest rows go first. Readers open connections of their own and never block the writer.
 """
 
@@ -45,7 +45,7 @@ CREATE TABLE alarm_pictures (number INTEGER PRIMARY KEY, alarm INTEGER NOT NULL,
 
 
 class HistoryRow(NamedTuple):
-    """One decision, as it is kept."""
+    """One stored decision."""
 
     number: int  # counted from 1, over restarts
     time: float  # seconds since 1970
@@ -57,13 +57,13 @@ class HistoryRow(NamedTuple):
 
 
 class History:
-    """A history that is being written.
+    """An open history.
 
     Args:
-        path: The file; it is made if it is not there.
+        path: The file; it is created if missing.
         days: How long decisions and alarms are kept.
-        max_bytes: How large the file may become, about.
-        n_pictures: How many pictures are kept, the latest ones.
+        max_bytes: Approximate maximum size of the file.
+        n_pictures: Number of latest pictures that are kept.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class History:
         self.n_dropped = 0
         self._connection = _open_to_write(self.path)
         (last,) = self._connection.execute("SELECT coalesce(max(number), 0) FROM items").fetchone()
-        self.base = int(last)  # numbers of items go on after those of an earlier run
+        self.base = int(last)  # item numbers continue those of an earlier run
         self._tidied = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="neuralmean-history", daemon=True)
@@ -102,17 +102,17 @@ class History:
             self._alarms.append(("begin", time.time(), json.dumps(content)))
 
     def name_layers(self, layers: Sequence[str]) -> None:
-        """Add to the alarm that is on which layers moved, as it takes some inputs to know."""
+        """Add the layers that moved to the current alarm; they are known only some inputs later."""
         with self._lock:
             self._alarms.append(("layers", time.time(), json.dumps(list(layers))))
 
     def end_alarm(self) -> None:
-        """Note that the alarm was switched off."""
+        """Record that the alarm was switched off."""
         with self._lock:
             self._alarms.append(("end", time.time(), None))
 
     def close(self) -> None:
-        """Write what is waiting and end."""
+        """Write the pending records and close."""
         self._closed = True
         self._wake.set()
         self._thread.join()
@@ -120,11 +120,11 @@ class History:
 
     @property
     def n_waiting(self) -> int:
-        """How many decisions are not yet written."""
+        """Number of decisions that are not yet written."""
         return len(self._items)
 
     def flush(self) -> None:
-        """Write what is waiting now."""
+        """Write the pending records now."""
         with self._lock:
             items, self._items = self._items, []
             pictures, self._pictures = self._pictures, []
@@ -157,7 +157,7 @@ class History:
                     connection.execute("UPDATE alarms SET ended = ? WHERE ended IS NULL", (when,))
 
     def tidy(self) -> None:
-        """Delete what is too old, and the oldest rows while the file is too large."""
+        """Delete expired rows, and the oldest rows while the file is too large."""
         with self._connection as connection:
             oldest = time.time() - 86400 * self.days
             found = connection.execute("SELECT min(first) FROM minutes WHERE start >= ?", (oldest - 60,)).fetchone()
@@ -197,7 +197,7 @@ class History:
         self._write()
 
     def _write(self) -> None:
-        """Write what is waiting; a full disk is only logged."""
+        """Write the pending records; a full disk is only logged."""
         try:
             self.flush()
             if time.monotonic() - self._tidied > _TIDY_S or self._used() > self.max_bytes:
@@ -235,7 +235,7 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
         _check(connection, path)
     except sqlite3.Error as error:
-        raise StorageError(f"Expected {str(path)!r} to be a history, but SQLite says: {error}.") from None
+        raise StorageError(f"Expected {str(path)!r} to be a history, but SQLite reported: {error}.") from None
     return connection
 
 
@@ -255,7 +255,7 @@ def _open_to_read(path: str | Path) -> Iterator[sqlite3.Connection]:
             _check(connection, path)
             yield connection
     except sqlite3.Error as error:
-        raise StorageError(f"Expected {str(path)!r} to be a history, but SQLite says: {error}.") from None
+        raise StorageError(f"Expected {str(path)!r} to be a history, but SQLite reported: {error}.") from None
 
 
 def read_span(path: str | Path, span: str, *, now: float | None = None) -> list[dict[str, Any]]:
@@ -285,14 +285,14 @@ def read_span(path: str | Path, span: str, *, now: float | None = None) -> list[
 
 
 def read_alarms(path: str | Path, *, limit: int = 100) -> list[dict[str, Any]]:
-    """Return the latest alarms, newest first, each with `id`, `time`, `ended` and what was known of it."""
+    """Return the latest alarms, newest first, each with `id`, `time`, `ended` and its details."""
     with _open_to_read(path) as connection:
         rows = connection.execute("SELECT id, time, ended, content FROM alarms ORDER BY id DESC LIMIT ?", (limit,))
         return [{**json.loads(content), "id": id_, "time": when, "ended": ended} for id_, when, ended, content in rows]
 
 
 def read_picture(path: str | Path, number: int) -> bytes | None:
-    """Return the picture of an item as PNG; None if it is not, or no longer, kept."""
+    """Return the picture of an item as PNG; None if it is not kept, or no longer."""
     if not 0 < number < 2**63:  # SQLite's numbers end there
         return None
     with _open_to_read(path) as connection:
@@ -310,7 +310,7 @@ def read_totals(path: str | Path) -> dict[str, Any]:
 
 
 def read_rows(path: str | Path, *, flagged: bool = False) -> Iterator[HistoryRow]:
-    """Yield the decisions that are kept, oldest first; only the flagged ones if asked for."""
+    """Yield the decisions that are kept, oldest first; only the flagged ones if requested."""
     where = " WHERE is_ood" if flagged else ""
     with _open_to_read(path) as connection:
         for row in connection.execute(f"SELECT * FROM items{where} ORDER BY number"):

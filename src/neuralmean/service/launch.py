@@ -1,4 +1,4 @@
-"""From a saved file to a running server that ends well."""
+"""Runs a server from a saved file, with a clean shutdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SWITCH_S = 0.0005
 
 @dataclass(frozen=True)
 class Served:
-    """What a saved file gives to serve."""
+    """The content of a saved file for the service."""
 
     detector: Detector
     preprocessing: Preprocessing | None
@@ -54,10 +54,10 @@ def load_served(
 
     Args:
         path: The saved file; its header says how to build the model and prepare images.
-        name: What to call it; None takes the file's stem.
-        rate: False-alarm rate, instead of that of the fit.
-        model: Spec of the model, instead of what the file says.
-        weights: Weights of the model, instead of what the file says.
+        name: Name of the model; None takes the file's stem.
+        rate: False-alarm rate, overriding that of the fit.
+        model: Spec of the model, overriding the file.
+        weights: Weights of the model, overriding the file.
         device: Where the model runs; None is the CPU.
         trust_local_code: Whether the file may name a model in a module of the working folder.
     """
@@ -74,7 +74,7 @@ def run_server(
     grpc_port: int | None = None,
     telemetry: bool = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl+C; what was accepted by then is answered before this returns.
+    """Serve until SIGTERM or Ctrl+C; accepted requests are answered before this returns.
 
     Args:
         app: The application.
@@ -88,7 +88,7 @@ def run_server(
     add_companions(app, host=host, grpc_port=grpc_port, telemetry=telemetry)
     listening = _listen(host, port)
     if not is_loopback(host) and app.state.service.settings.token is None:
-        log.warning("Anybody who reaches %s can use this server. Set a token, or keep it on 127.0.0.1.", host)
+        log.warning("Anyone who can reach %s can use this server. Set a token, or keep it on 127.0.0.1.", host)
     config = _config(app, app.state.service.settings.bounds)
     ready = f"Serving {app.state.service.name} on {address(listening)}"
     with listening, _switching(SWITCH_S):
@@ -133,7 +133,7 @@ def _switching(seconds: float) -> Generator[None, None, None]:
 
 
 def address(listening: socket.socket) -> str:
-    """Return the address of a socket that listens, as a browser takes it."""
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -178,17 +178,17 @@ def _server(config: Any, ready: str | None = None) -> Any:
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Say that the server is there once it answers, and not before."""
-            with suppress(SystemExit):  # its code would mean something else here
+            """Announce the server once it answers."""
+            with suppress(SystemExit):  # its exit code would have another meaning here
                 await super().startup(sockets)
             if not self.started:
-                raise NeuralMeanError("Expected the server to start, but it did not. What is logged above says why.")
+                raise NeuralMeanError("Expected the server to start, but it did not. The log above says why.")
             if ready is not None:
                 log.info("%s", ready)
 
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            """Take SIGTERM and Ctrl+C as wishes to end well; uvicorn's own way raises them again at the end."""
+            """Shut down cleanly on SIGTERM and Ctrl+C; uvicorn itself would raise them again at the end."""
             if threading.current_thread() is not threading.main_thread():
                 yield
                 return

@@ -1,4 +1,4 @@
-"""What an operator sees: the latest items, the latest flagged inputs as thumbnails, and the monitor, all bounded."""
+"""The operator's view: the latest items, the latest flagged inputs as thumbnails, and the monitor, all bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEST_NAMES = {"items": "single inputs", "blocks": "the mean of many", "repeats":
 SIDE = 96
 N_SHOWN_LAYERS = 12
 N_NAMED = 8  # layers in the log
-N_LATEST = 8  # inputs that the log tells of beside the window: a window of hundreds hides what has just begun
+N_LATEST = 8  # latest inputs in the log in addition to the window, which hides a recent change
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Item:
 
 
 class Live:
-    """Takes what is watched of every batch in, on one thread; is asked by the page and by Prometheus, on other threads.
+    """Records the watched inputs of every batch, on one thread; read by the page and by Prometheus, on other threads.
 
     Args:
         monitor: Watches the stream.
-        preprocessing: To turn the model's inputs back into pictures; None shows none.
-        n_flagged: How many flagged pictures are kept; 0 keeps none.
-        state: Where the monitor's state is written; None nowhere.
-        history: Where decisions and alarms are kept; None nowhere.
+        preprocessing: To turn the model's inputs back into pictures; None shows no pictures.
+        n_flagged: Number of flagged pictures that are kept; 0 keeps none.
+        state: File of the monitor's state; None writes none.
+        history: History of decisions and alarms; None keeps none.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Live:
         self._number = 0
         self._saved = (-1, -1)
         self._drift_time: float | None = None  # of the alarm, if it went off since the start
-        # Inputs during which it is still asked which layers moved.
+        # Inputs during which the layers that moved are still determined.
         self._n_unnamed = monitor.window if monitor.drift else 0
         self._items: deque[Item] = deque(maxlen=N_ITEMS)
         self._flagged: deque[tuple[Item, NDArray[np.uint8]]] = deque(maxlen=n_flagged)
 
     def take(self, inputs: Tensor, shared: Pass) -> None:
-        """Take a batch in; one at a time."""
+        """Record a batch; one at a time."""
         was_on = self.monitor.drift
         is_on = self.monitor.update(shared.decision, vectors=shared.vectors)
         items = _items_of(shared, self._number, time.time())
@@ -118,8 +118,8 @@ class Live:
             self._keep_alarm(status, moved)
             flags = self.monitor.window_flags()
             log.warning(
-                "Drift alarm at input %d, by %s, since input %d to %d: what comes in no longer looks like what the detector was "
-                "calibrated on. %s "
+                "Drift alarm at input %d, by %s, since input %d to %d: the inputs no longer look like the data that the detector "
+                "was calibrated on. %s "
                 "Flagged: %s, %s; expected: %.1f %%. Layers that moved: %s.",
                 status.drift_at,
                 TEST_NAMES[status.drift_by or "items"],
@@ -134,14 +134,14 @@ class Live:
             log.warning("Layers that moved, by the last %d inputs: %s.", status.n_compared, names)
             if self.history is not None:
                 self.history.name_layers(moved)
-        # To be named later, unless nothing moves over a whole window.
+        # Named later, unless nothing moves over a whole window.
         self._n_unnamed = 0 if moved else (status.drift_at or 0) + self.monitor.window - status.n_seen
 
     def _keep_alarm(self, status: MonitorStatus, moved: list[str]) -> None:
-        """Write an alarm to the history, with what was known of it at once."""
+        """Write an alarm to the history, with the details known so far."""
         if self.history is None or status.alarm is None:
             return
-        offset = self._number - status.n_seen  # the monitor may have counted on from an earlier run
+        offset = self._number - status.n_seen  # the monitor may continue the count of an earlier run
         examples = [number + offset for number in status.alarm.examples if number + offset > 0]
         content = {**asdict(status.alarm), "sentence": status.alarm.sentence, "examples": examples, "layers": moved}
         self.history.begin_alarm(content)
@@ -152,9 +152,9 @@ class Live:
         self._end_alarm("The drift alarm was reset.")
 
     def accept(self) -> None:
-        """Take the stream as it is now as normal."""
+        """Accept the current stream as normal."""
         self.monitor.accept()
-        self._end_alarm("The stream as it is now was accepted as normal.")
+        self._end_alarm("The current stream was accepted as normal.")
 
     def revert(self) -> None:
         """Compare with the held-out data again."""
@@ -168,7 +168,7 @@ class Live:
             self.history.end_alarm()
 
     def _picture(self, row: Tensor) -> NDArray[np.uint8] | None:
-        """Return what the model saw as a small picture (H, W, C)."""
+        """Return the model's input as a small picture (H, W, C)."""
         if self._preprocessing is None or row.dim() != 3 or len(row) != self._preprocessing.channels:
             return None
         step = max(1, -(-max(row.shape[1:]) // SIDE))
@@ -178,7 +178,7 @@ class Live:
         return small
 
     def snapshot(self, since: int) -> dict[str, Any]:
-        """Return the items after number `since`, the flagged ones, and what the monitor knows."""
+        """Return the items after number `since`, the flagged ones, and the monitor's status."""
         status = asdict(self.monitor.status())
         moved = [layer for layer in status["layers"] if layer["moved"]]
         counts = np.histogram(self.monitor.window_p_values(), bins=20, range=(0, 1))[0]
@@ -207,13 +207,13 @@ class Live:
         }
 
     def thumbnail(self, number: int) -> bytes | None:
-        """Return the flagged input of this number as PNG; None where it is no longer, or was never, kept."""
+        """Return the flagged input of this number as PNG; None if it is not kept, or no longer."""
         with self._lock:
             found = [picture for item, picture in self._flagged if item.number == number]
         return _png(found[0]) if found else None
 
     def save(self) -> None:
-        """Write the monitor's state where there is a file for it and something new in it; a full disk is only logged."""
+        """Write the monitor's state if it has a file and has changed; a full disk is only logged."""
         status = self.monitor.status()
         known = status.n_seen, status.n_since_reset
         if self._state is None or known == self._saved:

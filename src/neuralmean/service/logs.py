@@ -1,4 +1,4 @@
-"""Lines on stderr: when, how bad, what; as text or as one JSON object each."""
+"""Log lines on stderr: time, level, message; as text or as one JSON object each."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class LineFormatter(logging.Formatter):
 
 
 def check_log_format(kind: str) -> None:
-    """Raise unless there is such a format."""
+    """Raise unless the format is known."""
     if kind not in FORMATS:
         raise InputError(f"Expected the log format to be one of {list(FORMATS)}, but got {kind!r}.")
 
 
 def set_up_logs(kind: str) -> None:
-    """Write what is logged to stderr, unless the program that runs us has arranged for it already."""
+    """Log to stderr, unless the program has configured logging already."""
     if logging.getLogger().handlers or logging.getLogger("neuralmean.service").handlers:
         return
     handler = logging.StreamHandler(sys.stderr)

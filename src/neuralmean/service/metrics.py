@@ -1,4 +1,4 @@
-"""The monitor and the batcher for Prometheus, read when Prometheus asks."""
+"""Metrics of the monitor and the batcher for Prometheus, computed at each scrape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MonitorCollector:
         self._monitor = monitor
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as they are now."""
+        """Yield the current metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         monitor = self._monitor if isinstance(self._monitor, Monitor) else self._monitor()
@@ -59,7 +59,7 @@ class BatcherCollector:
         self._batcher = batcher
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as they are now."""
+        """Yield the current metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         batcher = self._batcher()
@@ -86,7 +86,7 @@ class RequestMetrics:
     def count(self, route: str, status: int, seconds: float) -> None:
         """Count one request."""
         known = self._known.get((route, status))
-        if known is None:  # looking labels up takes longer than counting
+        if known is None:  # looking up labels takes longer than counting
             known = self._known[route, status] = (
                 self._requests.labels(route, str(status)),
                 self._seconds.labels(route),

@@ -1,4 +1,4 @@
-"""The files of the page and of the API's description, as they are."""
+"""Serves the files of the page and of the API's description."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"  # in a frame, a click could be led astray
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"  # against clickjacking
 )
 _PAGE_HEADERS = {"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 PAGES = {

@@ -1,4 +1,4 @@
-"""One forward pass of the service: the model's output, the decision, the vectors and, where asked for, the reasons."""
+"""One forward pass of the service: the model's output, the decision, the vectors and, if requested, explanations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from neuralmean.detector.detector import Detector
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass showed of N inputs."""
+    """The result of one forward pass over N inputs."""
 
     output: Tensor | None  # (N, ...) the main tensor of the model's own output
     decision: Decision
     vectors: Tensor | None  # (N, D); None if an early exit stopped the pass
-    explanation: Explanation | None  # of the rows asked for
+    explanation: Explanation | None  # of the requested rows
 
     def of(self, rows: Tensor) -> Pass:
-        """Return what it showed of some of the inputs, without explanations."""
+        """Return the result for some of the inputs, without explanations."""
         output = None if self.output is None else self.output[rows]
         vectors = None if self.vectors is None else self.vectors[rows]
         return Pass(output, self.decision.take(rows), vectors, None)
@@ -46,7 +46,7 @@ def run_pass(detector: Detector, inputs: Tensor, explain: Tensor | None = None) 
     """Run the model once on `inputs`.
 
     Args:
-        detector: What decides.
+        detector: The detector.
         inputs: Shape (N, ...).
         explain: The rows (indices) whose score is to be explained.
     """

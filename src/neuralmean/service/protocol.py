@@ -1,7 +1,7 @@
 """The Open Inference Protocol (KServe and Triton, version 2): request bodies to arrays, arrays to response bodies.
 
 JSON, and the binary tensor extension: raw little-endian tensors after a JSON header, whose length an HTTP header gives.
-`read_raw` reads a tensor for HTTP and gRPC alike. Bytes come from anywhere; whatever is wrong with them is a `Refusal`. No
+`read_raw` reads a tensor for HTTP and gRPC alike. No bytes are trusted; any defect is a `Refusal`. No
 HTTP or gRPC framework is imported here.
 """
 
@@ -28,7 +28,7 @@ OUTPUTS = ("output", "score", "p_value", "is_ood")
 VERSION = "1"
 
 MOST_PARTS = 100_000
-"""Most lists, objects and names in a request: a few bytes each in JSON, but hundreds in Python."""
+"""Maximum number of lists, objects and names in a request: a few bytes each in JSON, but hundreds in Python."""
 _LENIENT_BYTES = 2**20
 
 _FLOATS: dict[str, np.dtype[Any]] = {"FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8")}
@@ -37,13 +37,13 @@ _NAMES = {np.dtype(np.bool_): "BOOL", np.dtype(np.float32): "FP32", np.dtype(np.
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What the model takes: shape of one input, None where a side may have any length, and most rows of a request."""
+    """The model's input: shape of one input, None for a side of any length, and maximum rows of a request."""
 
     shape: tuple[int | None, ...] | None
     max_rows: int
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the rows of a tensor of this shape (N, ...) are inputs of the model."""
+        """Return whether the rows of a tensor of this shape (N, ...) are inputs of the model."""
         if self.shape is None:
             return len(shape) >= 2
         pairs = zip(self.shape, shape[1:], strict=False)
@@ -57,7 +57,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as a client sent it, not checked yet: little-endian bytes, or numbers in one dimension."""
+    """An unchecked tensor from a client: little-endian bytes, or numbers in one dimension."""
 
     name: str
     datatype: Any
@@ -67,7 +67,7 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """What a client asks for."""
+    """An inference request."""
 
     id: str | None
     inputs: NDArray[np.float32]  # (N, ...)
@@ -122,7 +122,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def _lenient_json(text: bytes) -> Any:
-    """Read what is no strict JSON but often sent as such: NaN, whole numbers of any length. This takes long, so not for all."""
+    """Read JSON with common extensions: NaN, whole numbers of any length. Slower, so only if needed."""
     if len(text) <= _LENIENT_BYTES:
         with suppress(ValueError, RecursionError):
             return json.loads(text)
@@ -136,7 +136,7 @@ def _read_tensor(entry: dict[str, Any], binary: bytes, spec: InputSpec) -> NDArr
 
 
 def read_raw(tensor: RawTensor, spec: InputSpec) -> NDArray[np.float32]:
-    """Return a tensor that a client sent as the model's input, shape (N, ...); whatever is wrong is a `Refusal`."""
+    """Return a client's tensor as the model's input, shape (N, ...); any defect is a `Refusal`."""
     if tensor.name != INPUT:
         raise Refusal(400, f"Expected the input to be called {INPUT!r}, but got {tensor.name[:40]!r}.")
     dtype = _FLOATS.get(tensor.datatype) if isinstance(tensor.datatype, str) else None
@@ -223,7 +223,7 @@ def _wanted_outputs(request: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
         binary = own.get("binary_data", default) if isinstance(own, dict) else default
         wanted.append((output["name"], binary is True))
     if len({name for name, _ in wanted}) < len(wanted):
-        raise Refusal(400, "Expected every output to be asked for once, but one is there twice.")
+        raise Refusal(400, "Expected every output to be requested once, but one is listed twice.")
     return tuple(wanted)
 
 
@@ -251,7 +251,7 @@ def encode_infer(request: InferRequest, arrays: dict[str, NDArray[Any]], model: 
 
 
 def datatype_of(array: NDArray[Any]) -> str:
-    """Return what the protocol calls the type of an array."""
+    """Return the protocol's name of an array's type."""
     return _NAMES[array.dtype]
 
 
@@ -287,7 +287,7 @@ def _json_numbers(array: NDArray[Any]) -> list[Any]:
     flat = array.reshape(-1)
     values: list[Any] = flat.tolist()
     if flat.dtype.kind == "f" and not np.isfinite(flat).all():
-        return [value if math.isfinite(value) else None for value in values]  # JSON has no word for infinity
+        return [value if math.isfinite(value) else None for value in values]  # JSON has no infinity
     return values
 
 

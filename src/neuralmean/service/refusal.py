@@ -1,4 +1,4 @@
-"""What a client is told instead of a result: an HTTP status and one sentence."""
+"""The answer to an invalid request: an HTTP status and one sentence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 
 class Refusal(Exception):  # noqa: N818 - not an error of the server: an answer
-    """Ends a request with a status and a sentence that says what was wrong and what to do.
+    """Ends a request with a status and a sentence on what was wrong and what to do.
 
     Args:
         status: The HTTP status.
-        sentence: What the client reads.
+        sentence: The message to the client.
         headers: More headers of the answer.
     """
 
@@ -22,5 +22,5 @@ class Refusal(Exception):  # noqa: N818 - not an error of the server: an answer
 
 
 def busy(sentence: str, seconds: float) -> Refusal:
-    """Return the refusal of a server that has too much to do: 503, with when to try again."""
+    """Return the refusal of an overloaded server: 503, with the time to try again."""
     return Refusal(503, sentence, {"Retry-After": str(max(1, math.ceil(seconds)))})

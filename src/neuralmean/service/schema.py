@@ -1,4 +1,4 @@
-"""What the OpenAPI description says of bodies and answers that are read and written by hand."""
+"""The OpenAPI description of bodies and answers that are read and written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A detector with all that serves it: made from settings, started, asked for by the routes, ended well."""
+"""The detector with everything that serves it: built from settings, started, used by the routes, shut down."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Companion(Protocol):
         """Begin."""
 
     async def stop(self) -> None:
-        """End, once what was accepted is done."""
+        """Stop, after accepted requests are finished."""
 
 
 class Service:
-    """A detector with all that serves it."""
+    """A detector with everything that serves it."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Service:
 
     @asynccontextmanager
     async def running(self, _: Any = None) -> AsyncIterator[None]:
-        """Run the worker; at the end finish what was accepted and save the monitor's state."""
+        """Run the workers; at the end finish accepted requests and save the monitor's state."""
         n_threads = torch.get_num_threads()
         example = None if self.preprocessing is None else self.preprocessing.example()
         runners = await asyncio.to_thread(on_own_thread, lambda: self._warm_up(example, n_threads))
@@ -110,7 +110,7 @@ class Service:
             self.thread_ids |= _thread_ids()
 
     def _warm_up(self, example: torch.Tensor | None, n_threads: int) -> list[Runner]:
-        """Run the model where the size of its input is known, so that the first request is as fast as the next."""
+        """Run the model once if the size of its input is known, so that the first request is as fast as the next."""
         if example is None:
             return make_runners(self.detector, None, n_threads)
         output = run_pass(self.detector, example).output
@@ -123,7 +123,7 @@ class Service:
             await asyncio.to_thread(self.live.save)
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do what takes processor time on a thread, so that others are answered meanwhile, within the time-out."""
+        """Run slow work on a thread, within the time-out, so that others are answered meanwhile."""
         late = f"The server took longer than {self.settings.timeout_s:g} seconds to read the request. Try again later."
         try:
             return await within(
@@ -133,17 +133,17 @@ class Service:
             raise busy(late, self.settings.timeout_s) from None
 
     async def watching(self, work: Callable[[], T]) -> T:
-        """Ask the monitor or the history something, one question at a time: many would take the time of everybody else."""
+        """Query the monitor or the history, one query at a time, so that many do not slow other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._watchers, work)
 
     def ready(self) -> Batcher:
-        """Return what runs the passes, or refuse where it does not run."""
+        """Return the batcher, or refuse if it is not running."""
         if self.batcher is None:
             raise busy("The server is not ready. Try again later.", 1)
         return self.batcher
 
     def check_name(self, name: str, version: str) -> None:
-        """Refuse unless the model is called so."""
+        """Refuse unless this is the model's name."""
         if name != self.name or version != VERSION:
             raise Refusal(404, f"Expected the model {self.name!r} (version {VERSION}), but got {name[:80]!r}.")
 

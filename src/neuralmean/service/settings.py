@@ -30,7 +30,7 @@ def _check_seconds(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a connection may cost.
+    """Bounds on a connection.
 
     Attributes:
         header_bytes: Most bytes of a request line with its headers, or of a chunked body's trailers.
@@ -57,7 +57,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the service allows.
+    """Limits of the service.
 
     Attributes:
         max_batch: Most inputs in one forward pass, and in one request.
@@ -67,21 +67,21 @@ class Settings:
         max_bytes_in_flight: Most bytes of request bodies held at a time.
         max_pixels: Largest image, in pixels.
         timeout_s: Longest time for a body to arrive, and for an answer.
-        token: What clients must send as `Authorization: Bearer TOKEN`; None lets everybody in.
-        allow_hosts: Names by which clients may call the server, beside its address and those of this machine; `*` is any.
+        token: What clients must send as `Authorization: Bearer TOKEN`; None allows every client.
+        allow_hosts: Host names of the server, in addition to its address and those of this machine; `*` is any.
         thumbnails: Whether the page shows the latest flagged inputs.
-        n_flagged: How many of them are kept.
+        n_flagged: Number of them that are kept.
         window: Length of the monitor's window.
         drift_rate: Probability of ever raising a false drift alarm.
-        every: Of how many neighbouring inputs the monitor uses one; None estimates it.
+        every: The monitor uses one of every so many inputs; None estimates it.
         follow: Drift is followed rather than reported if at most this share of the inputs since the change is flagged.
         history: File in which decisions and alarms are kept; None keeps none.
         history_days: How long they are kept.
-        history_bytes: How large the file may become, about.
-        state: File that keeps the monitor's state; None forgets it at the end.
+        history_bytes: Approximate maximum size of the file.
+        state: File that keeps the monitor's state; None does not keep it.
         state_every_s: How often it is written.
         freeze: Whether to compile the model in the background and use the graph once it is checked; see `Detector.freeze`.
-        bounds: What a connection may cost; `serve` keeps to it, another ASGI server has bounds of its own.
+        bounds: Bounds on a connection, enforced by `serve`; another ASGI server has its own.
     """
 
     max_batch: int = 64
@@ -138,7 +138,7 @@ class Settings:
 
 
 def read_token(token: str | None, file: str | Path | None, environment: Mapping[str, str]) -> str | None:
-    """Return the token that was given, or that a file holds, or that `NMD_TOKEN` holds; None where there is none."""
+    """Return the token from the argument, a file or `NMD_TOKEN`; None if there is none."""
     if token is not None and file is not None:
         raise InputError("Expected a token or a file that holds it, but got both.")
     if file is not None:
@@ -169,14 +169,14 @@ def check_token(token: str) -> None:
 
 
 def is_authorised(header: bytes | None, token: str) -> bool:
-    """Tell whether an `Authorization` header carries the token, in a time that does not depend on what it carries."""
+    """Return whether an `Authorization` header carries the token, in constant time."""
     scheme, _, sent = (header or b"").strip().partition(b" ")
     digests = (hashlib.sha256(value).digest() for value in (sent.strip(), token.encode()))
     return hmac.compare_digest(*digests) and scheme.lower() == b"bearer"
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address can be reached from this machine only.
+    """Return whether an address is reachable from this machine only.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0")

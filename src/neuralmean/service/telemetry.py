@@ -1,7 +1,7 @@
 """OpenTelemetry traces and metrics of the service, sent over OTLP. Needs `pip install neuralmean[otel]`.
 
-One span for each HTTP request, which continues the caller's trace (`traceparent`), the duration of requests, and what the
-monitor and the queue say. Where to send, how often, and what to call the service: the standard `OTEL_*` variables.
+One span for each HTTP request, which continues the caller's trace (`traceparent`), the duration of requests, and metrics of
+the monitor and the queue. The standard `OTEL_*` variables set the endpoint, the interval and the service name.
 The providers belong to this service alone; nothing global is set.
 """
 
@@ -23,10 +23,10 @@ from neuralmean.monitor.status import MonitorStatus
 from neuralmean.service.batching import Batcher
 
 GRACE_S = 3.0
-"""Longest time to send what is left when the service ends."""
+"""Maximum time to send the remaining data when the service ends."""
 
 _UNTRACED = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/live"})
-"""What is asked for all the time and says nothing in a trace."""
+"""Frequent requests that are left out of traces."""
 
 # Semantic conventions for HTTP servers: seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -92,7 +92,7 @@ class Telemetry:
         """Do nothing: the exporters run from the beginning."""
 
     async def stop(self) -> None:
-        """Send what is left, for at most `GRACE_S`: a collector that is gone must not keep the service from ending."""
+        """Send the remaining data within `GRACE_S`: a missing collector must not block the shutdown."""
         ends = [
             threading.Thread(target=_shut_down, args=(provider,), daemon=True)
             for provider in (self._traces, self._metrics)
@@ -162,7 +162,7 @@ class TraceRequests:
 
 
 def _shut_down(provider: Any) -> None:
-    with suppress(Exception):  # what cannot be sent is lost
+    with suppress(Exception):  # unsent data is lost
         provider.shutdown()
 
 

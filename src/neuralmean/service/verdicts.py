@@ -1,4 +1,4 @@
-"""What is asked about inputs: the Open Inference Protocol for tensors, and `/score` for image files."""
+"""Routes for inputs: the Open Inference Protocol for tensors, and `/score` for image files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from neuralmean.service.refusal import Refusal
 from neuralmean.service.service import Service
 
 _SHORT = 64 * 2**10
-"""A body up to here takes less time to read than to hand to a thread and back."""
+"""A smaller body takes less time to read than to pass to a thread and back."""
 
 
 class Verdicts:
@@ -94,7 +94,7 @@ class Verdicts:
         explain, watched = _flag(request, "explain"), _flag(request, "watch", "true")
         batcher, preprocessing = self._service.ready(), self._service.preprocessing
         if preprocessing is None:
-            raise Refusal(415, "Expected a detector that knows how to prepare images, but this one does not.")
+            raise Refusal(415, "Expected a detector with preprocessing for images, but this one has none.")
         with self._service.reader.holding() as hold:
             with batcher.arriving():
                 body = await self._service.reader.read(request, hold)
@@ -118,12 +118,12 @@ class Verdicts:
         return await split() if len(body) <= _SHORT else await self._service.aside(lambda: asyncio.run(split()))
 
     async def _decode(self, named: list[NamedBytes], preprocessing: Preprocessing) -> list[NDArray[np.uint8]]:
-        """Return the images as one batch, or as one batch each where they differ in size."""
+        """Return the images as one batch, or as one batch each if they differ in size."""
         limits = {
             "max_pixels": self._service.settings.max_pixels,
             "max_bytes": self._service.settings.max_bytes_in_flight // 2,
         }
-        if preprocessing.size is None:  # such images stay as large as they are
+        if preprocessing.size is None:  # such images keep their size
             limits["max_pixels"] = min(limits["max_pixels"], self._service.settings.max_body_bytes // 4)
         images = decode_small(named, preprocessing, **limits)
         if images is not None:

@@ -1,4 +1,4 @@
-"""What is asked about the stream: the latest inputs, the monitor and its alarm, the history."""
+"""Routes for the stream: the latest inputs, the monitor and its alarm, the history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Watch:
         self._service = service
 
     async def setup(self) -> Response:
-        """What the page must know of the detector: in-distribution scores, threshold, what it is worth."""
+        """The detector's data for the page: in-distribution scores, threshold and its guarantee."""
         service = self._service
         own = {
             "images": service.preprocessing is not None,
@@ -33,7 +33,7 @@ class Watch:
         return json_answer({**describe_detector(service.detector, service.name), **own})
 
     async def latest(self, since: int = 0) -> Response:
-        """The latest items after number `since`, the flagged ones, and what the monitor knows."""
+        """The latest items after number `since`, the flagged ones, and the monitor's status."""
         return json_answer(await self._service.watching(partial(self._service.live.snapshot, since)))
 
     async def flagged(self, number: int) -> Response:
@@ -44,12 +44,12 @@ class Watch:
         return Response(picture, media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
 
     async def reset(self) -> Response:
-        """Switch the drift alarm off and begin the test anew."""
+        """Switch the drift alarm off and restart the test."""
         self._service.live.reset()
         return json_answer({"drift": False})
 
     async def accept(self) -> Response:
-        """Take the stream as it is now as normal."""
+        """Accept the current stream as normal."""
         await self._service.watching(self._service.live.accept)
         return json_answer({"drift": False})
 

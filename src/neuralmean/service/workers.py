@@ -1,8 +1,8 @@
-"""How passes share the cores: how many run at a time, with how many threads of torch, and on which copy of the model.
+"""Distributes passes over the cores: how many run at a time, with how many threads, and on which copy of the model.
 
-Several passes of one thread each do more than one pass of many threads: nothing waits at a barrier, which costs most where
-others use the cores too. A pass that runs alone gets all threads, if that makes it faster. Where the model is a fixed graph it
-is run as one, without Python between the layers. No batching and no HTTP in here.
+Several single-threaded passes are faster than one pass of many threads: nothing waits at a barrier, which is most expensive if
+other programs use the cores. A pass that runs alone gets all threads, if that makes it faster. A model that is a fixed graph
+runs as one, without Python between the layers. No batching and no HTTP here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MOST_WORKERS = 4
 """Each holds Python's lock while it goes from layer to layer, so that more of them get in each other's way."""
 N_TIMED = 5
 WORTH_IT = 1.1
-"""How many times faster all threads must be than one: what they gain on an idle machine they lose on a busy one."""
+"""Required speed-up of all threads over one: a gain on an idle machine is lost on a busy one."""
 
 CHANNELS_LAST_FROM = 8
-"""Rows from which on the other layout pays; below, an input is laid out as in a direct call."""
+"""Minimum number of rows for the other layout; fewer keep the layout of a direct call."""
 
 T = TypeVar("T")
 
@@ -49,8 +49,8 @@ class Runner:
     """Runs the passes of one worker, all on one thread.
 
     Args:
-        detector: The worker's own.
-        threads: How many threads a pass uses.
+        detector: The worker's own detector.
+        threads: Number of threads of a pass.
     """
 
     def __init__(self, detector: Detector, threads: Threads) -> None:
@@ -74,23 +74,23 @@ def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> 
     """Return the passes of the workers that serve a detector.
 
     Args:
-        detector: What is served; the first worker's own, the others have twins.
-        example: One input, to make a graph of the model and to find out how many threads are best; None does neither, unless
+        detector: The served detector; the first worker uses it, the others use copies.
+        example: One input, to compile the model and to measure how many threads are best; None does neither, unless
             the detector is frozen.
-        n_threads: How many threads there are.
+        n_threads: Number of available threads.
     """
     n_workers = min(n_threads, MOST_WORKERS)
     if is_compiled(detector.model) or device_of(unwrap(detector.model).modules()).type != "cpu":
-        n_workers = 1  # these passes take turns anyway
+        n_workers = 1  # these passes run in turn anyway
     detectors = [detector]
     try:
         detectors += [twin(detector) for _ in range(n_workers - 1)]
     except Exception as error:  # noqa: BLE001 - whatever a model or scorer raises that cannot be copied
-        log.info("Passes run one at a time, as the model cannot be copied: %s", error)
+        log.info("Passes run one at a time, because the model cannot be copied: %s", error)
     threads = Threads(alone=n_threads, together=max(1, n_threads // len(detectors)))
     if example is not None and threads.together < n_threads:
         threads = Threads(_best_threads(detector, example, threads), threads.together)
-    # Only the first ever uses all threads. As long as the OpenMP threads of two live, there are more than cores.
+    # Only the first uses all threads: the OpenMP threads of two would be more than the cores.
     apart = Threads(threads.together, threads.together)
     return [Runner(own, apart if number else threads) for number, own in enumerate(detectors)]
 
@@ -101,7 +101,7 @@ def twin(detector: Detector) -> Detector:
 
 
 def prefers_channels_last(model: nn.Module) -> bool:
-    """Tell whether images should come with their channels last in memory, as convolutions on a CPU want them.
+    """Return whether images should be channels-last in memory, which is faster for convolutions on a CPU.
 
     Example:
         >>> prefers_channels_last(nn.Conv2d(3, 4, 3)), prefers_channels_last(nn.Linear(3, 4))
@@ -112,9 +112,9 @@ def prefers_channels_last(model: nn.Module) -> bool:
 
 
 def on_own_thread(function: Callable[[], T]) -> T:
-    """Call a function on a thread that ends with it, and takes its OpenMP threads along.
+    """Call a function on a new thread, whose OpenMP threads end with it.
 
-    As long as the OpenMP threads of two threads live, there are more than cores, and each falls asleep wherever it waits
+    With the OpenMP threads of two threads there are more threads than cores, and each sleeps wherever it waits
     for the others: passes then take three times as long.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="neuralmean-start") as executor:
@@ -138,6 +138,6 @@ def _seconds(run: Runner, example: Tensor) -> float:
 
 
 def _use_threads(n_threads: int) -> None:
-    """Let this thread use so many; threads that use torch for the first time later begin with the same number."""
+    """Set the number of threads of this thread; later threads that use torch for the first time inherit it."""
     if torch.get_num_threads() != n_threads:
         torch.set_num_threads(n_threads)

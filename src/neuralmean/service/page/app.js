@@ -239,6 +239,7 @@ async function poll() {
     if (!setup) {
       setup = await askJson("/live/setup");
       byId("name").textContent = setup.name;
+      if (!setup.history) document.querySelector(".column").append(byId("flagged-part")); // in its place, so that no column is empty
       if (!setup.images) { byId("drop").hidden = true; problem("This detector does not know how to prepare images; send tensors to /v2/models."); }
     }
     const live = await askJson(`/live?since=${last}`);
