@@ -1,8 +1,9 @@
 """Where: how often the largest value of a map lies in a patch that does not belong, its cost, and whether the parts add up.
 
 `python -m benchmarks.locate` pastes digits (SVHN), textures and noise over a sixteenth to a quarter of in-distribution images and
-compares `Detector.locate` with Grad-CAM and occlusion. NEURALMEAN_DATA and NEURALMEAN_WEIGHTS name the folders of images and
-weights.
+compares `Detector.locate` with Grad-CAM and occlusion: ResNet-56 on CIFAR-10, or with `--photos FOLDER` (of `train` and `val`)
+EfficientNet-Lite0. `--textures FOLDER` has pictures of textures; the table was made with brick, grass and gravel of scikit-image
+0.19. NEURALMEAN_DATA and NEURALMEAN_WEIGHTS name the folders of images and weights.
 """
 
 from __future__ import annotations
@@ -12,28 +13,50 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import subjects
 from neuralmean import Detector
+from neuralmean.bench.models.installed import load_installed
 
-SIDES = (8, 12, 16)
-SOURCES = {"digit": "svhn-test", "texture": "imagenet-crop", "noise": None}
+SHARES = (1 / 4, 3 / 8, 1 / 2)  # of the side of an image
+SOURCES = ("digit", "texture", "noise")
 Method = Callable[[Tensor], Tensor]
 
 
-def paste(images: Tensor, patches: Tensor, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def patches(name: str, count: int, side: int, textures: Path | None) -> np.ndarray:
+    """Return square patches (N, side, side, 3): whole digits, crops of textures, or noise."""
+    random = np.random.default_rng(0)
+    if name == "noise":
+        return random.integers(0, 256, (count, side, side, 3)).astype(np.uint8)
+    if name == "digit":
+        digits = subjects.raw_images("svhn-test", count)
+        return np.stack([np.asarray(Image.fromarray(image).resize((side, side))) for image in digits])
+    if textures is None:
+        raise SystemExit("Expected --textures to name a folder of pictures of textures.")
+    pictures = [np.asarray(Image.open(file).convert("RGB")) for file in sorted(textures.iterdir())]
+    found = []
+    for number in range(count):
+        picture = pictures[number % len(pictures)]
+        row, column = (int(random.integers(0, length - side)) for length in picture.shape[:2])
+        found.append(picture[row : row + side, column : column + side])
+    return np.stack(found)
+
+
+def paste(images: np.ndarray, found: np.ndarray) -> tuple[np.ndarray, Tensor]:
     """Return images with a square patch each, and the first row and column of the patches, (N, 2)."""
-    size = images.shape[-1]
-    corners = torch.randint(0, size - side + 1, (len(images), 2), generator=generator)
-    pasted = images.clone()
-    for image, patch, (row, column) in zip(pasted, patches, corners.tolist(), strict=True):
-        start = (patch.shape[-1] - side) // 2
-        image[:, row : row + side, column : column + side] = patch[:, start : start + side, start : start + side]
-    return pasted, corners
+    side = found.shape[1]
+    corners = np.random.default_rng(1).integers(0, images.shape[1] - side + 1, (len(images), 2))
+    pasted = images.copy()
+    for image, patch, (row, column) in zip(pasted, found, corners, strict=True):
+        image[row : row + side, column : column + side] = patch
+    return pasted, torch.from_numpy(corners)
 
 
 def hits(maps: Tensor, corners: Tensor, side: int) -> float:
@@ -94,41 +117,52 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="resnet56")
-    parser.add_argument("--layer", default="layer3", help="The layer of Grad-CAM.")
+    parser.add_argument("--photos", type=Path, default=None)
+    parser.add_argument("--textures", type=Path, default=None)
     parser.add_argument("--images", type=int, default=100)
-    parser.add_argument("--step", type=int, default=4, help="Of the windows of occlusion.")
     parser.add_argument("--fit", type=int, default=2000)
+    parser.add_argument("--cost-only", action="store_true")
     args = parser.parse_args()
-    trained = subjects.load_trained(args.model)
-    data = None if trained is None else subjects.real_images(trained, "cifar10-test", 1000 + args.images)
-    if trained is None or data is None:
-        raise SystemExit("NEURALMEAN_DATA and NEURALMEAN_WEIGHTS do not name the folders of images and weights.")
     warnings.simplefilter("ignore")
-    images = data[0]
-    train = subjects.real_images(trained, "cifar10-train", args.fit)
-    detector = Detector(trained.model).fit(train[0], held_out=images[:1000])  # type: ignore[index]
-    x = images[1000:]
+    if args.photos is None:
+        trained = subjects.load_trained(args.model)
+        if trained is None:
+            raise SystemExit("NEURALMEAN_WEIGHTS does not name the folder of weights.")
+        train, test = (
+            subjects.raw_images(name, n) for name, n in (("cifar10-train", args.fit), ("cifar10-test", 2000))
+        )
+    else:
+        trained = load_installed("efficientnet-lite0")
+        train, test = (subjects.photos(args.photos / name, args.fit)[0] for name in ("train", "val"))
+    half, images = test[: len(test) // 2], test[-args.images :]
+    detector = Detector(trained.model).fit(trained.preprocess(train), held_out=trained.preprocess(half))
+    x = trained.preprocess(images)
     error = (detector.locate(x[:16], by_layer=True).sum((2, 3)) - detector.explain(x[:16]).by_layer).abs().max().item()
     print(f"largest difference between the sum of a layer's map and its contribution: {error:.1e}")
     for size in (1, 16):
-        print(f"cost of locate for {size} inputs, in passes: {cost(detector, x[:size], 9):.2f}")
+        print(f"cost of locate for {size} inputs, in passes: {cost(detector, x[:size], 9):.2f}", flush=True)
+    if args.cost_only:
+        return
+    window = images.shape[1] // 4
     methods: dict[str, Method] = {
         "locate": detector.locate,
-        "grad-cam": grad_cam(trained.model, args.layer),
-        "occlusion": occlusion(detector, 8, args.step),
+        "grad-cam": grad_cam(trained.model, detector.layers[-1]),
+        "occlusion": occlusion(detector, window, window // 2),
     }
-    generator = torch.Generator().manual_seed(0)
     print("| patch | side | chance | " + " | ".join(methods) + " |")
     print("|---|---|---|" + "---|" * len(methods))
-    for name, source in SOURCES.items():
-        patches = torch.randn(x.shape, generator=generator) * 1.5
-        if source is not None:
-            found = subjects.real_images(trained, source, args.images)
-            patches = found[0] if found is not None else patches
-        for side in SIDES:
-            pasted, corners = paste(x, patches, side, generator)
-            shares = [f"{100 * hits(method(pasted), corners, side):.0f}" for method in methods.values()]
-            print(f"| {name} | {side} | {100 * side**2 / 1024:.0f} | " + " | ".join(shares) + " |", flush=True)
+    means: dict[str, list[float]] = {name: [] for name in methods}
+    for name in SOURCES:
+        for share in SHARES:
+            side = round(share * images.shape[1])
+            pasted, corners = paste(images, patches(name, len(images), side, args.textures))
+            strange = trained.preprocess(pasted)
+            found = {key: 100 * hits(method(strange), corners, side) for key, method in methods.items()}
+            for key, value in found.items():
+                means[key].append(value)
+            shares = " | ".join(f"{value:.0f}" for value in found.values())
+            print(f"| {name} | {side} | {100 * share**2:.0f} | {shares} |", flush=True)
+    print("| mean | | | " + " | ".join(f"{statistics.mean(values):.0f}" for values in means.values()) + " |")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from neuralmean.bench import models
@@ -67,11 +68,27 @@ def images(n: int, *, seed: int = 0) -> Tensor:
 def real_images(trained: models.TrainedModel, name: str, n: int) -> tuple[Tensor, Tensor] | None:
     """Return the first of a seeded order of the images in NEURALMEAN_DATA, prepared for a model, and their labels."""
     folder = os.environ.get("NEURALMEAN_DATA")
-    path = Path(folder or ".") / f"{name}.npz"
-    if not folder or not path.is_file():
+    if not folder or not (Path(folder) / f"{name}.npz").is_file():
         return None
+    images, labels = _read(Path(folder) / f"{name}.npz", n)
+    return trained.preprocess(images), torch.from_numpy(labels.astype(np.int64))
+
+
+def raw_images(name: str, n: int) -> np.ndarray:
+    """Return the same images as they are, (N, H, W, 3) uint8."""
+    return _read(Path(os.environ.get("NEURALMEAN_DATA", ".")) / f"{name}.npz", n)[0]
+
+
+def photos(folder: Path, n: int | None = None) -> tuple[np.ndarray, Tensor]:
+    """Return the first of a seeded order of the photos of a folder, and their labels, which end their names."""
+    files = sorted(folder.iterdir())
+    chosen = [files[index] for index in np.random.default_rng(0).permutation(len(files))[:n]]
+    images = np.stack([np.asarray(Image.open(file).convert("RGB")) for file in chosen])
+    return images, torch.tensor([int(file.stem.split("_")[-1]) for file in chosen])
+
+
+def _read(path: Path, n: int) -> tuple[np.ndarray, np.ndarray]:
     with np.load(path) as content:
         order = np.random.default_rng(0).permutation(len(content["images"]))[:n]
-        chosen = content["images"][order]
         labels = content["labels"][order] if "labels" in content else np.zeros(len(order))
-    return trained.preprocess(chosen), torch.from_numpy(labels.astype(np.int64))
+        return content["images"][order], labels

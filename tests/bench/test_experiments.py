@@ -79,9 +79,7 @@ def run_all(folders):
 def rows(folders):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "ENOUGH_SECONDS", 0.0)
-        patch.setattr(
-            latency, "FROZEN", {}
-        )  # compiling takes half a minute: see test_latency_has_times_of_a_frozen_detector
+        patch.setattr(latency, "FROZEN", {})  # compiling takes half a minute: it has a slow test of its own
         patch.setattr(untrained, "SEEDS", (0,))
         return run_all(folders)
 
@@ -199,6 +197,7 @@ def test_a_second_run_computes_nothing(rows, folders, monkeypatch):
     monkeypatch.setattr(untrained, "SEEDS", (0,))
     monkeypatch.setattr("neuralmean.bench.experiments.workbench.run_trial", refuse)
     monkeypatch.setattr("neuralmean.bench.experiments.latency.fit_method", refuse)
+    monkeypatch.setattr(latency, "FROZEN", {})
     monkeypatch.setattr("neuralmean.bench.experiments.batch_size.batch_scores", refuse)
     before = (folders / "rows.json").stat().st_mtime_ns
     again = run_all(folders)

@@ -12,9 +12,10 @@ from torch import nn
 
 from neuralmean import Detector
 from neuralmean.detector.early_exit import CascadeScorer
+from neuralmean.detector.kinds import KINDS
 from neuralmean.errors import InputError, MissingExtraError, ModelInputError, NotFittedError
 from neuralmean.export import METADATA_KEY, to_onnx, to_pt2
-from neuralmean.export.detector_graph import DetectorGraph
+from neuralmean.export.detector_graph import KIND_NAMES, DetectorGraph
 from tests.conftest import count_hooks, make_trained
 
 pytestmark = [
@@ -77,6 +78,10 @@ def assert_same(found, detector, x):
     np.testing.assert_allclose(found["p_value"], decision.p_value.numpy(), atol=1e-6)
     assert found["is_ood"].tolist() == decision.is_ood.tolist()
     assert 0 < decision.is_ood.sum() < len(x)
+    if decision.p_content is not None:
+        np.testing.assert_allclose(found["p_appearance"], decision.p_appearance.numpy(), atol=0.03)
+        np.testing.assert_allclose(found["p_content"], decision.p_content.numpy(), atol=0.03)
+        assert [KINDS[index] for index in found["kind"]] == decision.kind
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,11 @@ def fit(case):
     return Detector(model, **options).fit(usual(), outliers)
 
 
+def names_of(detector):
+    kinds = () if detector.learnt.kinds is None else KIND_NAMES
+    return ("output", "score", "p_value", "is_ood", *kinds)
+
+
 def name_of_input(case):
     return "image" if case == "convolutions" else "x"
 
@@ -113,8 +123,7 @@ def test_the_graph_says_what_the_detector_says(case):
     detector, x = fit(case), mixture()
     with torch.no_grad():
         found = DetectorGraph(detector, (name_of_input(case),), 1).eval()(x)
-    names = ("output", "score", "p_value", "is_ood")
-    assert_same({name: value.numpy() for name, value in zip(names, found, strict=True)}, detector, x)
+    assert_same({name: value.numpy() for name, value in zip(names_of(detector), found, strict=True)}, detector, x)
     assert count_hooks(detector.model) == 0
 
 
@@ -124,7 +133,7 @@ def test_the_graph_says_what_the_detector_says(case):
 )
 def test_onnxruntime_says_what_the_detector_says(case, tmp_path):
     detector, name, x = fit(case), name_of_input(case), mixture()
-    assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == ("output", "score", "p_value", "is_ood")
+    assert to_onnx(detector, tmp_path / "d.onnx", input_shape=SHAPE) == names_of(detector)
     assert_same(run_onnx(tmp_path / "d.onnx", **{name: x}), detector, x)
     for size in (1, 7):  # the batch is dynamic
         assert run_onnx(tmp_path / "d.onnx", **{name: x[:size]})["score"].shape == (size,)
@@ -213,7 +222,7 @@ def test_openvino_says_what_the_detector_says(tmp_path):
     compiled = openvino.Core().compile_model(str(tmp_path / "d.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     x = mixture()
     result = compiled(x.numpy())
-    found = {name: result[name] for name in ("output", "score", "p_value", "is_ood")}
+    found = {name: result[name] for name in names_of(detector)}
     assert_same(found, detector, x)
 
 
@@ -312,7 +321,7 @@ def test_a_score_that_is_no_number_is_flagged_by_the_graph():
     graph = DetectorGraph(detector, ("x",), 1)
     x = usual(3)
     x[1] = torch.nan
-    _, score, p_value, is_ood = graph(x)
+    _, score, p_value, is_ood, *_ = graph(x)
     assert score.isnan().tolist() == [False, True, False]
     assert is_ood[1]
     assert p_value[1] < 0.05

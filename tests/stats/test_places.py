@@ -14,14 +14,19 @@ def _reference_split(activation, shares, centre):
         for k in range(c):
             weights = [(activation[i, k, q].item() - centre[k].item()) ** 4 for q in range(p)]
             for q in range(p):
-                maps[i, q] += shares[i, k].item() * weights[q] / sum(weights)
+                maps[i, q] += shares[i].item() / c * weights[q] / sum(weights)
     return maps
 
 
 def test_the_split_is_the_formula():
-    activation, shares, centre = torch.randn(3, 4, 5), torch.randn(3, 4), torch.randn(4)
+    activation, shares, centre = torch.randn(3, 4, 5), torch.rand(3), torch.randn(4)
     maps = split_over_positions(position_weights(activation, centre), shares)
     torch.testing.assert_close(maps, _reference_split(activation, shares, centre), rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_lowers_the_score_is_spread_evenly():
+    weights = position_weights(torch.tensor([[[1.0, 2.0]]]), torch.zeros(1))
+    assert split_over_positions(weights, torch.tensor([-3.0])).tolist() == [[-1.5, -1.5]]
 
 
 def test_channels_last_gives_the_same_split():
@@ -40,12 +45,12 @@ def test_the_activation_is_left_alone():
 @pytest.mark.parametrize("value", [0.0, 1e12], ids=["no distance", "overflow"])
 def test_a_channel_that_says_nothing_is_spread_evenly(value):
     weights = position_weights(torch.full((1, 1, 4), value), torch.zeros(1))
-    assert split_over_positions(weights, torch.tensor([[2.0]])).tolist() == [[0.5, 0.5, 0.5, 0.5]]
+    assert split_over_positions(weights, torch.tensor([2.0])).tolist() == [[0.5, 0.5, 0.5, 0.5]]
 
 
 def test_padding_gets_nothing():
     weights = position_weights(torch.tensor([[[1.0, 2.0, 9.0]]]), torch.zeros(1))
-    maps = split_over_positions(weights, torch.tensor([[17.0]]), torch.tensor([[1, 1, 0]]))
+    maps = split_over_positions(weights, torch.tensor([17.0]), torch.tensor([[1, 1, 0]]))
     torch.testing.assert_close(maps, torch.tensor([[1.0, 16.0, 0.0]], dtype=torch.float64))
 
 

@@ -114,7 +114,7 @@ def _colours(methods: Sequence[str]) -> dict[str, str]:
 
 
 def _is_ours(method: str) -> bool:
-    return method.startswith("ours") or method == "typicality"
+    return method.startswith("ours") or method in ("typicality", "guided")
 
 
 def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:

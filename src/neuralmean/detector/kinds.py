@@ -6,7 +6,6 @@ flagged, and so the false-alarm rate over all kinds, depends on the usual p-valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,7 +20,7 @@ Kind = Literal["typical", "appearance", "content", "both", "unsure"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 FLAGGED_KINDS = KINDS[1:]  # kinds of flagged inputs
-APPEARANCE = 0.5  # of the rate: what appearance is held to, as unseen content moves the middle layers a little as well
+MOST = 0.2  # p-value of content up to which it explains a flag where the appearance is as usual
 
 SENTENCES: dict[Kind, str] = {
     "typical": "The input looks like the training data.",
@@ -92,22 +91,22 @@ def name_kinds(is_ood: Tensor, p_values: Tensor | None, rate: float) -> list[Kin
     Args:
         is_ood: Which inputs are flagged, (N,).
         p_values: Of appearance and content, (N, 2); None where they are not known.
-        rate: The p-value at or below which content stands out; for appearance it is half of it.
+        rate: The p-value at or below which appearance and content are strange each. Where the appearance is not, content explains
+            the flag if it is among the most unusual fifth.
 
     Example:
         >>> flags = torch.tensor([False, True, True, True, True])
-        >>> name_kinds(flags, torch.tensor([[0.0, 0.0], [0.0, 0.9], [0.9, 0.0], [0.0, 0.0], [0.9, 0.9]]), 0.05)
+        >>> name_kinds(flags, torch.tensor([[0.0, 0.0], [0.0, 0.1], [0.9, 0.1], [0.0, 0.0], [0.9, 0.9]]), 0.05)
         ['typical', 'appearance', 'content', 'both', 'unsure']
     """
     if p_values is None:
         return ["unsure" if flag else "typical" for flag in is_ood.tolist()]
-    names: dict[tuple[bool, bool], Kind] = {
-        (True, False): "appearance",
-        (False, True): "content",
-        (True, True): "both",
-        (False, False): "unsure",
-    }
-    strange: Sequence[list[bool]] = (p_values <= torch.tensor([rate * APPEARANCE, rate])).tolist()
-    return [
-        names[one, other] if flag else "typical" for flag, (one, other) in zip(is_ood.tolist(), strange, strict=True)
-    ]
+    return [FLAGGED_KINDS[index] if index >= 0 else "typical" for index in kind_codes(is_ood, p_values, rate).tolist()]
+
+
+def kind_codes(is_ood: Tensor, p_values: Tensor, rate: float) -> Tensor:
+    """Return the kind of each of N inputs as an index of `FLAGGED_KINDS`, -1 for `typical`; see `name_kinds`."""
+    looks, shows = (p_values <= rate).unbind(dim=1)
+    shows = shows | (~looks & (p_values[:, 1] <= MOST))
+    codes = torch.where(looks, torch.where(shows, 2, 0), torch.where(shows, 1, 3))
+    return torch.where(is_ood.to(codes.device), codes, -1)

@@ -68,7 +68,7 @@ def _batch_maps(detector: Detector, batch: Batch) -> tuple[tuple[int, ...], list
     shares = _shares(detector, found)
     maps = []
     for layer, kept, sizes in zip(layers, found.kept, shapes, strict=True):
-        own = shares[:, slices[layer.name]] / len(kept)
+        own = shares[:, slices[layer.name]].sum(dim=1) / len(kept)
         parts = [_place(weights, own, found.mask, shape) for weights, shape in zip(kept, sizes, strict=True)]
         first = parts[0].shape[1:]
         # A layer that ran several times uses the positions of its first call: the finest level of a pyramid.

@@ -221,7 +221,7 @@ def _read_kinds(detector: Detector, artefact: Artefact, scorer: VectorScorer, ra
     if not tensors:
         return None
     own = KindScorer().load_state(tensors)
-    if own.usual_.shape[1] != sum(layer.channels for layer in detector.watched):
+    if own.widths_.tolist() != [layer.channels for layer in detector.watched]:
         raise ArtefactError("the kinds are those of other layers")
     parts = []
     for name in ("appearance", "content"):

@@ -13,6 +13,7 @@ from neuralmean.data.batch import Batch, to_batches
 from neuralmean.data.probes import are_close, odd_inputs
 from neuralmean.detector.decision import Decision
 from neuralmean.errors import InputError
+from neuralmean.export.detector_graph import KIND_NAMES
 
 if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
@@ -24,6 +25,7 @@ SCORE_TOLERANCE = 1e-3
 BORDERLINE = 1e-4
 """How near the threshold a score may lie on the other side."""
 _OUTPUT_TOLERANCE = 1e-4
+_KIND_TOLERANCE = 1e-3  # of the p-values of kinds, besides two held-out scores that lie between
 _SIZES = (1, 2, 8)
 
 
@@ -33,7 +35,7 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
     Args:
         detector: What was written.
         run: Runs the graph on its inputs.
-        names: Of the graph's outputs; the last three are score, p-value and decision.
+        names: Of the graph's outputs; score, p-value and decision come after those of the model, then the kind if it is learnt.
         example: An example of the inputs.
         data: The inputs to compare on; None takes noise, natural-looking images and odd inputs.
         where: What runs the graph, for the error message.
@@ -53,7 +55,10 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
         decision = Decision(seen.score, detector.calibrated())
         expected = [*leaves, decision.score, decision.p_value, decision.is_ood]
         found = run([*batch.args, *batch.kwargs.values()])
-        name = _differing(names, expected, found, detector.threshold)
+        name = _differing(names, expected, found[: len(expected)], detector.threshold)
+        p_values = seen.kind_p_values()
+        if name is None and p_values is not None:
+            name = _differing_kind(p_values, found[len(expected) :], len(detector.calibrated().scores))
         if name is not None:
             raise InputError(
                 f"Expected the graph in {where} to say what the library says, but {name} for {len(batch)} "
@@ -86,6 +91,17 @@ def _differing(
     # One held-out score more or less, where the two scores lie on either side of it.
     same = off == 0
     return None if torch.allclose(other_p[same], p_value[same], rtol=0, atol=1e-9) else "`p_value` differs"
+
+
+def _differing_kind(p_values: Tensor, found: Sequence[Tensor], n_held_out: int) -> str | None:
+    """Say which p-value of the kind differs by more than a held-out score or two; None if they agree."""
+    if len(found) != len(KIND_NAMES):
+        return f"it returns {len(found)} outputs of the kind, not {len(KIND_NAMES)},"
+    allowed = _KIND_TOLERANCE + 2.5 / (n_held_out + 1)
+    for name, one, other in zip(KIND_NAMES, p_values.unbind(dim=1), found, strict=False):
+        if not torch.allclose(other.double(), one, rtol=0, atol=allowed):
+            return f"`{name}` differs"
+    return None
 
 
 def _made(example: Batch) -> Iterator[Batch]:

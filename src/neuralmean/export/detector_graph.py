@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.data.batch import Batch
+from neuralmean.detector.early_exit import full_of
+from neuralmean.detector.kinds import kind_codes
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.models.layers import unwrap
 from neuralmean.recording import RecordingModule
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
 
 
+KIND_NAMES = ("p_appearance", "p_content", "kind")
+
+
 class DetectorGraph(nn.Module):
-    """Runs the model on its inputs and returns `(output, score, p_value, is_ood)`.
+    """Runs the model on its inputs and returns `(output, score, p_value, is_ood)`, then `KIND_NAMES` where there are kinds.
 
     Args:
         detector: A fitted detector.
@@ -36,6 +41,7 @@ class DetectorGraph(nn.Module):
 
     calibration_scores: Tensor
     alarm_rate: Tensor
+    kind_scores: Tensor
 
     def __init__(self, detector: Detector, names: tuple[str, ...], n_args: int) -> None:
         super().__init__()
@@ -60,18 +66,32 @@ class DetectorGraph(nn.Module):
         scores = detector.calibration.scores
         self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))
         self.register_buffer("alarm_rate", torch.tensor(detector.calibration.level, dtype=torch.float64))
+        self.kinds, self.kind_rate = detector.learnt.kinds, detector.false_alarm_rate
+        if self.kinds is not None:
+            both = torch.stack([part.scores for part in (self.kinds.appearance, self.kinds.content)])
+            self.register_buffer("kind_scores", torch.cat([both, both.new_full((2, 1), torch.inf)], dim=1))
 
-    def forward(self, *inputs: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """Return the model's own output and, for each input, score, p-value and whether it is OOD."""
+    def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
+        """Return the model's own output and, for each input, score, p-value, whether it is OOD, and its kind."""
         args, kwargs = inputs[: self.n_args], dict(zip(self.names[self.n_args :], inputs[self.n_args :], strict=True))
         output, mean, variance, feature, logits = self.recording(args, kwargs, Batch(args, kwargs).mask)
         vector = self.vectors(mean, variance)
-        seen = Observation(vector, logits, feature) if self.needs else vector
-        score = self.scorer.score(seen)
+        observation = Observation(vector, logits, feature)
+        score = self.scorer.score(observation if self.needs else vector)
         # A comparison with every score: `searchsorted` has no counterpart in ONNX.
         at_least = self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)
         p_value = at_least.double().sum(dim=1) / len(self.calibration_scores)
-        return output, score, p_value, p_value <= self.alarm_rate  # a score that is no number has the p-value 0
+        is_ood = p_value <= self.alarm_rate  # a score that is no number has the p-value 0
+        if self.kinds is None:
+            return output, score, p_value, is_ood
+        return output, score, p_value, is_ood, *self._kind(observation, is_ood)
+
+    def _kind(self, observation: Observation, is_ood: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the p-values of appearance and content, and the kind of each input as an index of `KINDS`."""
+        scores = self.kinds.kind_scorer.score(observation, full_of(self.scorer))  # type: ignore[union-attr]
+        at_least = self.kind_scores >= scores.to(self.kind_scores.dtype).unsqueeze(2)
+        p_values = at_least.double().sum(dim=2) / self.kind_scores.shape[1]
+        return p_values[:, 0], p_values[:, 1], kind_codes(is_ood, p_values, self.kind_rate) + 1
 
 
 def input_names(model: nn.Module, batch: Batch) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from neuralmean.detector.early_exit import full_of
 from neuralmean.detector.saving import to_artefact
 from neuralmean.errors import InputError, MissingExtraError
 from neuralmean.export.checking import check_graph
-from neuralmean.export.detector_graph import DetectorGraph, input_names
+from neuralmean.export.detector_graph import KIND_NAMES, DetectorGraph, input_names
 from neuralmean.files.artefact import FORMAT_VERSION
 from neuralmean.files.atomic import check_target, write_atomically
 from neuralmean.models.execution import Modules, device_of, eval_mode, translate_input_errors
@@ -200,7 +200,8 @@ def _capture(detector: Detector, example_input: Any, input_shape: Sequence[int] 
                 f"{str(error).rstrip('.')}. Look for Python numbers made of tensors: use `x.shape[0]`, and no branch on values."
             ) from error
     header = json.dumps(_header(detector), sort_keys=True)
-    return _Captured(program, names, (*_output_names(output), *VERDICTS), batch, header)
+    kinds = () if detector.learnt.kinds is None else KIND_NAMES
+    return _Captured(program, names, (*_output_names(output), *VERDICTS, *kinds), batch, header)
 
 
 def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:
@@ -222,7 +223,7 @@ def _output_names(output: Any) -> list[str]:
     if isinstance(output, Mapping):
         there = [key for key, value in output.items() if value is not None]
         if len(leaves) == len(there):
-            return [f"output_{key}" if key in VERDICTS else str(key) for key in there]
+            return [f"output_{key}" if key in (*VERDICTS, *KIND_NAMES) else str(key) for key in there]
     return [f"output_{index}" for index in range(len(leaves))]
 
 

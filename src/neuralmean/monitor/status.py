@@ -60,8 +60,16 @@ class Alarm:
 
     @property
     def sentence(self) -> str:
-        """What changed, in a sentence."""
-        return KIND_SENTENCES[self.kind]
+        """What changed, and which kind of strangeness the flagged inputs have."""
+        looks, shows = (
+            self.strangeness.get(name, 0) + self.strangeness.get("both", 0) for name in ("appearance", "content")
+        )
+        if not looks + shows:
+            return KIND_SENTENCES[self.kind]
+        return (
+            f"{KIND_SENTENCES[self.kind]} Of {self.n_flagged} flagged, {looks} look unlike the training data and {shows} show "
+            "what belongs to no known class."
+        )
 
 
 @dataclass(frozen=True)

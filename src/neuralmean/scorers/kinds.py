@@ -20,28 +20,38 @@ from neuralmean.scorers.contract import view_of
 from neuralmean.stats.discrepancy import scale_of
 from neuralmean.stats.moments import Moments
 
-MIDDLE = (1 / 4, 3 / 4)  # of the layers, from the input to the output
-LAST = (3 / 4, 1.0)
+FIRST = 4  # layers, or as many as there are before the middle ones
+NEITHER = (
+    "constant",
+    "learnt",
+)  # terms that tell nothing of content: `learnt` comes from whatever OOD examples there were
+_LEAST_SPREAD = 1e-6  # of a layer whose channels all have their usual means
 
 
 class KindScorer:
     r"""Scores the appearance and the content of each input.
 
-    With :math:`m_c` and :math:`\sigma_c` the mean and the deviation of a column over in-distribution inputs, the score of a
-    range of layers is
+    With :math:`m_c` and :math:`\sigma_c` the mean and the deviation of a channel's discrepancy over in-distribution inputs, the
+    spread of a layer is
 
     .. math::
-        s(x) = \frac{1}{D'} \sum_c |x_c - m_c| / \sigma_c.
+        s_l(x) = \log \frac{1}{C_l} \sum_{c \in l} |x_c - m_c| / \sigma_c.
+
+    Appearance is the mean spread of the middle half of the layers, less what a line through the spreads of the first layers says
+    it should be: those follow the colours and the contrast of a scene, which are no news. Content is the sum of the scorer's
+    terms that belong to no layer, for scorers without such terms the mean spread of the last quarter of the layers.
 
     Attributes:
-        usual_: Mean and deviation of each column, (2, D).
-        ranges_: First column and end of the middle and of the last layers, (2, 2).
+        usual_: Mean and deviation of each channel, (2, D).
+        widths_: Channels of each layer, (L,).
+        line_: Weight of each layer's spread in the appearance, and what is added to their sum, (L + 1,).
     """
 
-    learnt = ("usual_", "ranges_")
+    learnt = ("usual_", "widths_", "line_")
 
     usual_: Tensor
-    ranges_: Tensor
+    widths_: Tensor
+    line_: Tensor
 
     def fit(self, vectors: Tensor, column_layers: Tensor, n_layers: int) -> Self:
         """Learn from the vectors (N, D) of in-distribution inputs.
@@ -53,9 +63,19 @@ class KindScorer:
         """
         is_twice = bool((column_layers.diff() < 0).any())  # first the means, then the deviations: the means are read
         layers = column_layers[: len(column_layers) // 2] if is_twice else column_layers
-        self.ranges_ = torch.tensor([_columns(layers, n_layers, share) for share in (MIDDLE, LAST)])
+        self.widths_ = layers.bincount(minlength=n_layers)
         moments = Moments.of_blocks((block[:, : len(layers)] for block in Blocks(vectors)), len(layers))
         self.usual_ = torch.stack([moments.mean, scale_of(moments)]).float()
+        spreads = torch.cat([self._spreads(block) for block in Blocks(vectors)]).double()
+        (start, end), _ = _ranges(n_layers)
+        known = torch.cat([spreads[:, : min(FIRST, start)], torch.ones(len(spreads), 1, dtype=spreads.dtype)], dim=1)
+        # By the pseudo-inverse: of few rows, or of layers that move together, there are many lines.
+        line = torch.linalg.pinv(known, rtol=1e-6) @ spreads[:, start:end].mean(dim=1)
+        weights = torch.zeros(n_layers + 1, dtype=spreads.dtype)
+        weights[start:end] = 1 / (end - start)
+        weights[: len(line) - 1] -= line[:-1]
+        weights[-1] = -line[-1]
+        self.line_ = weights.float()
         return self
 
     def score(self, observation: Observation, scorer: Scores) -> Tensor:
@@ -65,18 +85,20 @@ class KindScorer:
             observation: The result of a pass.
             scorer: The scorer of the detector, whose terms measure content.
         """
-        appearance = self._spread(observation.vector, self.ranges_[0])
+        spreads, (_, (last, _)) = self._spreads(observation.vector), _ranges(len(self.widths_))
+        appearance = (spreads * self.line_[:-1]).sum(dim=1) + self.line_[-1]
         terms = getattr(scorer, "terms", None)
         found = {} if terms is None else terms(view_of(scorer, observation))
-        named = [value for name, value in found.items() if name != "constant"]
-        content = torch.stack(named).sum(dim=0) if named else self._spread(observation.vector, self.ranges_[1])
+        named = [value for name, value in found.items() if name not in NEITHER]
+        content = torch.stack(named).sum(dim=0) if named else spreads[:, last:].mean(dim=1)
         return torch.stack([appearance, content.to(appearance.dtype)], dim=1)
 
-    def _spread(self, vectors: Tensor, columns: Tensor) -> Tensor:
-        start, end = columns.tolist()
-        mean, deviation = self.usual_[:, start:end]
-        spread: Tensor = ((vectors[:, start:end].float() - mean) / deviation).abs().mean(dim=1)
-        return spread
+    def _spreads(self, vectors: Tensor) -> Tensor:
+        """Return the spread of each layer, (N, L)."""
+        mean, deviation = self.usual_
+        distances = ((vectors[:, : len(mean)].float() - mean) / deviation).abs()
+        means = [part.mean(dim=1) for part in distances.split(self.widths_.tolist(), dim=1)]
+        return torch.stack(means, dim=1).clamp_min(_LEAST_SPREAD).log()
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt, by name, for a saved file."""
@@ -88,17 +110,21 @@ class KindScorer:
         Raises:
             ArtefactError: The numbers are invalid.
         """
-        usual, ranges = (state[name] for name in self.learnt)
+        usual, widths, line = (state[name] for name in self.learnt)
         is_right = usual.dim() == 2 and len(usual) == 2 and bool((usual[1] > 0).all())
-        is_right = is_right and ranges.shape == (2, 2) and ranges.dtype == torch.int64
-        if not is_right or not all(0 <= start < end <= usual.shape[1] for start, end in ranges.tolist()):
+        is_right = is_right and widths.dim() == 1 and widths.dtype == torch.int64 and bool((widths > 0).all())
+        if not is_right or widths.sum() != usual.shape[1] or line.shape != (len(widths) + 1,):
             raise ArtefactError("the kinds are not what was learnt from vectors")
-        self.usual_, self.ranges_ = usual, ranges
+        self.usual_, self.widths_, self.line_ = usual, widths, line
         return self
 
 
-def _columns(layers: Tensor, n_layers: int, share: tuple[float, float]) -> list[int]:
-    """Return the first column and the end of a range of the layers, of at least one layer."""
-    first = min(int(share[0] * n_layers), n_layers - 1)
-    end = max(first + 1, round(share[1] * n_layers))
-    return [int((layers < first).sum()), int((layers < end).sum())]
+def _ranges(n_layers: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the first and the end of the middle layers, and of the last ones, of at least one layer each.
+
+    Example:
+        >>> _ranges(8), _ranges(1)
+        (((2, 6), (6, 8)), ((0, 1), (0, 1)))
+    """
+    start, last = n_layers // 4, min(3 * n_layers // 4, n_layers - 1)
+    return (start, max(start + 1, round(3 * n_layers / 4))), (last, n_layers)

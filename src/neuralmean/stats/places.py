@@ -1,14 +1,14 @@
-r"""Splits the contribution of each channel to a score over its positions: pure functions of activations.
+r"""Splits the contribution of each layer to a score over its positions: pure functions of activations.
 
-A channel mean is a sum over positions, so the contribution of a channel to a score can be split over its positions without
-a remainder. With :math:`s_c` the contribution of channel c, :math:`a_{cp}` its activation at position p and :math:`m_c` its
-mean over the training data, position p receives
+A channel mean is a sum over positions, so the contribution of a layer to a score can be split over its positions without
+a remainder. With :math:`s` the contribution of a layer of C channels, :math:`a_{cp}` the activation of channel c at position p
+and :math:`m_c` its mean over the training data, position p receives
 
 .. math::
-    s_c \, \frac{(a_{cp} - m_c)^4}{\sum_q (a_{cq} - m_c)^4}.
+    \frac{s}{C} \sum_c \frac{(a_{cp} - m_c)^4}{\sum_q (a_{cq} - m_c)^4}.
 
-The split that is linear in :math:`a_{cp} - m_c` adds up just as well, but in it the structure of any natural image hides the
-unusual place.
+A layer that lowers the score says of no place that it is strange: its contribution is spread evenly. The split that is linear
+in :math:`a_{cp} - m_c` adds up just as well, but in it the structure of any natural image hides the unusual place.
 """
 
 from __future__ import annotations
@@ -43,26 +43,31 @@ def split_over_positions(weights: Tensor, shares: Tensor, mask: Tensor | None = 
 
     Args:
         weights: What `position_weights` returned, shape (N, C, P).
-        shares: Contribution of each channel to the score, shape (N, C).
+        shares: Contribution of the layer to the score, shape (N,).
         mask: Shape (N, P): the positions that count.
 
     Example:
         >>> activation = torch.tensor([[[1.0, 3.0], [0.0, 0.0]]])  # two channels, two positions
         >>> weights = position_weights(activation, torch.tensor([1.0, 0.0]))
-        >>> split_over_positions(weights, torch.tensor([[4.0, 2.0]]))
-        tensor([[1., 5.]], dtype=torch.float64)
+        >>> split_over_positions(weights, torch.tensor([6.0]))
+        tensor([[0., 6.]], dtype=torch.float64)
     """
     if mask is not None:
         weights = weights * mask.unsqueeze(1)
     total = weights.sum(dim=2)
-    parts = shares.to(total.dtype) / total.clamp_min(1e-38)
     if not bool(total.sum().isfinite()):  # a power overflowed
         weights = weights.masked_fill(~total.isfinite().unsqueeze(2), 0.0)
-    maps = torch.bmm(parts.unsqueeze(1), weights).squeeze(1).double()
-    # Channels with zero or overflowing distances are spread evenly; so is the rounding error.
-    even = torch.ones_like(maps) if mask is None else mask.to(maps.dtype)
-    rest = shares.double().sum(dim=1, keepdim=True) - maps.sum(dim=1, keepdim=True)
-    return maps + even * (rest / even.sum(dim=1, keepdim=True).clamp_min(1))
+    # Channels without any distance, or beyond all measure, say nothing of places.
+    parts = torch.where(total.isfinite() & (total > 1e-38), 1 / total.clamp_min(1e-38), 0.0)
+    strange = torch.bmm(parts.unsqueeze(1), weights).squeeze(1).double()
+    even = torch.ones_like(strange) if mask is None else mask.to(strange.dtype)
+    strange = torch.where(strange.sum(dim=1, keepdim=True) > 0, strange, even)
+    share = shares.double().unsqueeze(1)
+    return share.clamp_min(0) * _normalised(strange) + share.clamp_max(0) * _normalised(even)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(dim=1, keepdim=True).clamp_min(1e-300)
 
 
 def enlarge(maps: Tensor, size: Sequence[int]) -> Tensor:

@@ -23,6 +23,7 @@ _TITLES = {
     "logistic": ("ours-lr", "Ours-LR"),
     "mlp": ("ours-mlp", "Ours-MLP"),
     "typicality": ("typicality", "Typicality"),
+    "guided": ("guided", "Guided"),
 }
 
 

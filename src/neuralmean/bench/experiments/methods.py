@@ -59,6 +59,7 @@ class Methods(Experiment):
         "ours-lr",
         "ours-mlp",
         "typicality",
+        "guided",
     )
     by_method = True
 

@@ -33,4 +33,4 @@ class Transfer(TableExperiment):
         ("lsun-crop", "svhn", "textures", "imagenet-crop", "imagenet-resize", "lsun-resize", "isun"),
         learns_from=("cifar100",),
     )
-    methods = ("msp", "energy", "odin", "mahalanobis", "oe", "energy-ft", "ours-lr", "ours-mlp", "typicality")
+    methods = ("msp", "energy", "odin", "mahalanobis", "oe", "energy-ft", "ours-lr", "ours-mlp", "typicality", "guided")

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from neuralmean.monitor.status import KIND_SENTENCES, Alarm
+
+
+def _alarm(strangeness):
+    flagged = sum(strangeness.values())
+    return Alarm(9, "items", (3, 5), "most inputs", 20, flagged, strangeness, ())
+
+
+def test_an_alarm_says_which_kind_drifts():
+    sentence = _alarm({"appearance": 6, "both": 2, "content": 1}).sentence
+    assert sentence.startswith(KIND_SENTENCES["most inputs"])
+    assert "Of 9 flagged, 8 look unlike the training data and 3 show what belongs to no known class." in sentence
+
+
+@pytest.mark.parametrize("strangeness", [{}, {"unsure": 4}])
+def test_an_alarm_without_known_kinds_says_nothing_of_them(strangeness):
+    assert _alarm(strangeness).sentence == KIND_SENTENCES["most inputs"]
