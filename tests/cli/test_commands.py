@@ -207,7 +207,7 @@ class TestScore:
         (world / "bad" / "x.png").write_bytes(b"nope")
         code, _, err = nmd("score", "m.nmd", "bad")
         assert code == 1
-        assert "Expected at least one image that can be read in bad, but there is none" in err
+        assert "Expected at least one image or text that can be read in bad, but there is none" in err
 
     def test_missing_things_are_one_sentence(self, saved, nmd, world):
         assert "No such file" in nmd("score", "none.nmd", "new")[2]

@@ -102,7 +102,7 @@ def test_wrong_groups_are_refused(detector, images):
         Decision(torch.zeros(2), calibration, groups=("a",)).p_value  # noqa: B018
     with pytest.raises(InputError, match="Expected a group for each of 60 held-out examples, but got 2"):
         Calibration.of(torch.arange(60.0), 0.05, groups=["a", "b"])
-    with pytest.raises(InputError, match="Expected `groups` to be labels or 'predicted', but got 'camera'"):
+    with pytest.raises(InputError, match="Expected `groups` to be labels, 'predicted' or 'length', but got 'camera'"):
         detector.calibrate(images, groups="camera")
     with pytest.raises(InputError, match="Expected `held_out` examples and no `early_exit` with `groups`"):
         detector.fit(images, groups=["a"] * len(images))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from neuralmean.cli import options
 from neuralmean.cli.app import app
 from neuralmean.data.progress import printable
 from neuralmean.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from neuralmean.detector.saved import SavedDetector
 
 _BAR = 40
 
@@ -22,7 +25,9 @@ def explain(
     image: Annotated[
         str,
         typer.Argument(
-            metavar="IMAGE", help="An image, or a row of an array file as `nmd score` names it.", show_default=False
+            metavar="IMAGE",
+            help="An image, a row of an array file or a line of a text file, as `nmd score` names it.",
+            show_default=False,
         ),
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="Number of channels to show.")] = 5,
@@ -40,6 +45,7 @@ def explain(
     """Show how much each layer, and with --out each place, contributes to the score of an image."""
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
+    from neuralmean.data.texts import are_texts
     from neuralmean.detector.saved import open_saved
 
     if format_ not in ("table", "json"):
@@ -50,6 +56,11 @@ def explain(
         raise UsageError(f"Expected --out to end in .png, but got {str(out)!r}.")
     options.check_out(out, saved, weights, Path(image))
     opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
+    if are_texts([image]):
+        if out is not None:
+            raise UsageError("Expected --out with an image only. Leave it out: the tokens are listed.")
+        _explain_text(opened, image, format_)
+        return
     path, row = split_name(image)
     if row is None or Path(image).exists():
         batches = ImageBatches([image], opened.need_preprocessing(), workers=0)
@@ -93,3 +104,28 @@ def explain(
     typer.echo("channels: " + ", ".join(f"{name} {value:.3g}" for name, value in found.top_channels(n=top)))
     typer.echo("layers and terms add up to the score" if found.exact else "to first order: gradient times vector")
     typer.echo("█ raises the score, ░ lowers it")
+
+
+def _explain_text(opened: SavedDetector, name: str, format_: str) -> None:
+    """Show how much each token adds to the score of the first text that `name` names."""
+    from neuralmean.data.texts import TextBatches
+
+    tokenizer = opened.need_tokenizer()
+    found = next(iter(TextBatches([name], tokenizer).texts()), None)
+    if found is None:
+        raise InputError(f"Expected a text in {name!r}, but there is none. Name a line as `texts.txt:12`.")
+    inputs = dict(tokenizer([found[1]]))
+    decision, shares = opened.detector.predict(inputs)[0], opened.detector.locate(inputs)[0].tolist()
+    words = tokenizer.words(found[1])
+    if format_ == "json":
+        answer = {"path": found[0], "score": decision.score.item(), "p_value": decision.p_value.item()}
+        typer.echo(
+            json.dumps({**answer, "is_ood": bool(decision.is_ood), "tokens": list(zip(words, shares, strict=False))})
+        )
+        return
+    typer.echo(f"{found[0]}: {decision}")
+    typer.echo(decision.sentence[0])
+    largest, width = max(map(abs, shares), default=0.0) or 1.0, max(map(len, words), default=0)
+    for word, value in zip(words, shares, strict=False):
+        bar = ("█" if value > 0 else "░") * round(abs(value) / largest * _BAR)
+        typer.echo(f"{word:<{width}}  {value:>9.4f}  {bar}".rstrip())

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from neuralmean.cli import options
 from neuralmean.cli.app import app
 from neuralmean.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from neuralmean.detector.detector import Detector
+    from neuralmean.models.spec import ResolvedModel
 
 _EPILOG = (
     "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
@@ -22,7 +26,10 @@ _EPILOG = (
 def fit(
     model: options.Spec,
     id_data: Annotated[
-        list[str], typer.Option("--id", metavar="PATH", help="In-distribution images: folder, files or .npz.")
+        list[str],
+        typer.Option(
+            "--id", metavar="PATH", help="In-distribution images: folder, files or .npz; or texts, .txt or .jsonl."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the detector to.")],
     ood: Annotated[
@@ -48,6 +55,9 @@ def fit(
         typer.Option("--confidence", help="Probability with which the rate holds for these held-out images, say 0.95."),
     ] = None,
     groups: options.Groups = None,
+    regions: Annotated[
+        bool, typer.Option("--regions", help="Learn regions of images too, for `nmd score --boxes`.")
+    ] = False,
     weights: options.Weights = None,
     mean: options.Mean = None,
     std: options.Std = None,
@@ -65,6 +75,7 @@ def fit(
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a detector to a model and save it."""
+    from neuralmean.data.texts import are_texts
     from neuralmean.detector.detector import Detector
     from neuralmean.detector.fitting import check_scorer
     from neuralmean.files.atomic import check_target
@@ -82,6 +93,8 @@ def fit(
         check_confidence(confidence)
         check_scorer(scorer)
         label = options.group_labels(groups)
+    if regions and (engine != "local" or not held_out):
+        raise UsageError("Expected --held-out images and --engine local with --regions.")
     if groups is not None and (engine != "local" or not held_out):
         raise UsageError(
             "Expected --held-out images and --engine local with --groups. Pass them, or leave --groups out."
@@ -89,6 +102,17 @@ def fit(
     check_target(out)
     options.check_out(out, weights)
     resolved = options.resolve_spec(model, weights, mean, std, size, crop=crop, interpolation=interpolation)
+    if are_texts(id_data):
+        if engine != "local" or groups is not None or regions:
+            raise UsageError("Expected --engine local without --groups and --regions for texts. Leave them out.")
+        setup = {"layers": layers or None, "statistic": statistic, "scorer": scorer}
+        detector = _fit_texts(
+            resolved, id_data, ood, held_out, setup,
+            false_alarm_rate=false_alarm_rate, confidence=confidence, batch_size=batch_size, quiet=quiet,
+        )  # fmt: skip
+        detector.save(out, info={"model": options.absolute_spec(model), "id": list(map(os.path.abspath, id_data))})
+        typer.echo(f"{out}: {detector!r}", err=True)
+        return
     how = resolved.preprocessing
     if how is None:
         raise InputError(
@@ -101,7 +125,7 @@ def fit(
         )
     sets = {"id": id_data, "ood": ood, "held_out": held_out}
     info: dict[str, Any] = {
-        "model": model,
+        "model": options.absolute_spec(model),
         "preprocessing": how.to_json(),
         **{key: paths and list(map(os.path.abspath, paths)) for key, paths in sets.items()},
     }
@@ -140,7 +164,43 @@ def fit(
                 detector.to(device)
             detector.fit(
                 images(id_data), images(ood), held_out=apart, false_alarm_rate=false_alarm_rate,
-                confidence=confidence, groups=by,
+                confidence=confidence, groups=by, regions=regions,
             )  # fmt: skip
     detector.save(out, info=info)
     typer.echo(f"{out}: {detector!r}", err=True)
+
+
+def _fit_texts(
+    resolved: ResolvedModel,
+    id_data: list[str],
+    ood: list[str] | None,
+    held_out: list[str] | None,
+    setup: dict[str, Any],
+    *,
+    false_alarm_rate: float,
+    confidence: float | None,
+    batch_size: int,
+    quiet: bool,
+) -> Detector:
+    """Fit a detector on files of texts."""
+    from neuralmean.data.texts import TextBatches
+    from neuralmean.detector.detector import Detector
+
+    tokenizer = resolved.tokenizer
+    if tokenizer is None:
+        raise InputError(f"Expected a model that takes texts, as `hf:DIR`, but got {resolved.spec!r}.")
+
+    def texts(paths: list[str] | None) -> TextBatches | None:
+        if not paths:
+            return None
+        return TextBatches(paths, tokenizer, batch_size=batch_size, on_unreadable=options.tell_unreadable_line)
+
+    with options.progress(quiet):
+        detector = Detector(resolved.model, head=None if resolved.has_classes else False, **setup)
+        return detector.fit(
+            texts(id_data),
+            texts(ood),
+            held_out=texts(held_out),
+            false_alarm_rate=false_alarm_rate,
+            confidence=confidence,
+        )

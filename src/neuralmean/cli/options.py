@@ -21,7 +21,7 @@ Spec = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="`package.module:callable`, `timm:NAME`, `torchvision:NAME` or `bench:NAME`.",
+        help="`package.module:callable`, `timm:NAME`, `torchvision:NAME`, `bench:NAME`, or `hf:DIR` for texts.",
         show_default=False,
     ),
 ]
@@ -200,6 +200,17 @@ def progress(quiet: bool) -> Generator[None]:
 def tell_unreadable(note: Unreadable) -> None:
     """Name a file that cannot be read on stderr."""
     typer.echo(printable(f"Cannot read {note}"), err=True)
+
+
+def tell_unreadable_line(name: str, reason: str) -> None:
+    """Name a line that is no text on stderr."""
+    typer.echo(f"Cannot read {name}: {reason}", err=True)
+
+
+def absolute_spec(spec: str) -> str:
+    """Return a spec that means the same in any folder."""
+    kind, mark, folder = spec.partition(":")
+    return f"hf:{Path(folder).resolve()}" if mark and kind == "hf" else spec
 
 
 def check_out(out: Path | None, *inputs: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""`nmd score`: a verdict on every image."""
+"""`nmd score`: a verdict on every image, or on every text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from neuralmean.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from neuralmean.data.images import Unreadable
+    from neuralmean.detector.saved import SavedDetector
     from neuralmean.jobs import ScoreRow, Tally
 
 _EPILOG = (
@@ -29,7 +30,12 @@ _EPILOG = (
 def score(
     saved: options.Saved,
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Folders, files, globs, .npz, .npy.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="PATH...",
+            help="Folders, files, globs, .npz, .npy; or .txt and .jsonl, a text in each line.",
+            show_default=False,
+        ),
     ],
     format_: Annotated[
         str | None,
@@ -50,6 +56,15 @@ def score(
         ),
     ] = None,
     groups: options.Groups = None,
+    boxes: Annotated[
+        Path | None,
+        typer.Option(
+            "--boxes",
+            metavar="FILE",
+            help="Score boxes of the images instead: JSON lines with path and boxes [[x0, y0, x1, y1], ...], or a .csv with "
+            "path, x0, y0, x1, y1, in pixels of the image. The detector is fitted with --regions.",
+        ),
+    ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
@@ -69,11 +84,12 @@ def score(
     address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score images: path, score, p-value, verdict and kind for each."""
+    """Score images, or texts: path, score, p-value, verdict and kind for each."""
     from neuralmean.data.images import count_inputs
+    from neuralmean.data.texts import are_texts
     from neuralmean.detector.saved import open_saved
     from neuralmean.files.artefact import Artefact
-    from neuralmean.jobs import ScoreFile, Tally, describe_flags, format_of, score_images, select_rows
+    from neuralmean.jobs import ScoreFile, Tally, describe_flags, format_of, score_images, score_texts, select_rows
     from neuralmean.stats.calibration import check_rate
 
     options.check_engine(engine)
@@ -94,21 +110,38 @@ def score(
         if fdr is not None:
             check_rate(fdr, "--fdr")
         label = options.group_labels(groups)
-    options.check_out(out, saved, weights)
+    if boxes is not None and (engine != "local" or resume or fdr is not None or groups is not None or freeze):
+        raise UsageError(
+            "Expected --boxes without --engine ray, --resume, --fdr, --groups and --freeze. Leave them out."
+        )
+    options.check_out(out, saved, weights, boxes)
     opened = open_saved(
         saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
     )
-    how, tally = opened.need_preprocessing(), Tally()
+    if boxes is not None:
+        n_ood = _score_boxes(opened, paths, boxes, kind, out, quiet)
+        if fail_on_ood and n_ood:
+            raise typer.Exit(3)
+        return
+    texts, tally = are_texts(paths), Tally()
+    if texts and (engine != "local" or groups is not None or freeze):
+        raise UsageError("Expected --engine local without --groups and --freeze for texts. Leave them out.")
+    prepared: Any = opened.need_tokenizer().most if texts else opened.need_preprocessing().to_json()
     if freeze is None:
-        freeze = engine == "local" and opened.freeze_if_worth(count_inputs(paths), batch_size)
+        freeze = engine == "local" and not texts and opened.freeze_if_worth(count_inputs(paths), batch_size)
         if freeze and not quiet:
             typer.echo("The model runs as a compiled graph; --no-freeze keeps it as it is.", err=True)
     elif freeze:
         opened.freeze()
 
     def batches(skip: Callable[[str], bool] | None) -> Iterator[list[ScoreRow]]:
+        if texts:
+            return score_texts(
+                opened.detector, opened.need_tokenizer(), paths, tally=tally, batch_size=batch_size,
+                on_unreadable=options.tell_unreadable_line, skip=skip,
+            )  # fmt: skip
         return score_images(
-            opened.detector, how, paths, tally=tally, batch_size=batch_size, workers=workers,
+            opened.detector, opened.need_preprocessing(), paths, tally=tally, batch_size=batch_size, workers=workers,
             on_unreadable=options.tell_unreadable, skip=skip, label=label,
         )  # fmt: skip
 
@@ -121,7 +154,11 @@ def score(
                 options.tell_unreadable(note)
 
             where: dict[str, Any] = {"address": address, "workers": workers, "batch_size": batch_size}
-            where |= {"model": opened.detector.model, "preprocessing": how, "on_unreadable": tell}
+            where |= {
+                "model": opened.detector.model,
+                "preprocessing": opened.need_preprocessing(),
+                "on_unreadable": tell,
+            }
             if out is not None:
                 run = distributed.score(saved, paths, out=out, format=kind, resume=resume, **where)
                 tally = Tally(run.n_images, run.n_ood, run.n_unreadable, resumed=run.n_resumed)
@@ -129,7 +166,7 @@ def score(
                 _print(kind, (chunk.rows() for chunk in distributed.stream(saved, paths, **where)), tally)
         elif out is not None:
             own = [*([] if rate is None else [rate]), *([groups] if groups else [])]
-            settings = [list(map(str, paths)), how.to_json(), batch_size, freeze, *own]
+            settings = [list(map(str, paths)), prepared, batch_size, freeze, *own]
             file = ScoreFile(out, kind, artefact=Artefact.read(saved), settings=settings, resume=resume)
             try:
                 file.write(batches, tally, fdr)
@@ -143,6 +180,33 @@ def score(
             _print(kind, batches(None), tally)
     bound = describe_flags(tally, opened.detector.calibrated())
     _finish(tally, quiet, fail_on_ood, paths, bound)
+
+
+def _score_boxes(opened: SavedDetector, paths: list[str], file: Path, kind: str, out: Path | None, quiet: bool) -> int:
+    """Write a row for each box, and return how many are flagged."""
+    from neuralmean.files.atomic import write_atomically
+    from neuralmean.jobs.boxes import format_boxes, read_box_file, score_boxes
+
+    found = score_boxes(
+        opened.detector, opened.need_preprocessing(), paths, read_box_file(file), on_unreadable=options.tell_unreadable
+    )
+    counts = [0, 0]
+
+    def lines() -> Iterator[str]:
+        for index, rows in enumerate(found):
+            counts[0] += len(rows)
+            counts[1] += sum(row.is_ood for row in rows)
+            yield from format_boxes(kind, rows, header=index == 0)
+
+    if out is None:
+        for line in lines():
+            typer.echo(line)
+    else:
+        with write_atomically(out, "w") as target:
+            target.writelines(f"{line}\n" for line in lines())
+    if not quiet:
+        typer.echo(f"{counts[0]} boxes scored, {counts[1]} OOD", err=True)
+    return counts[1]
 
 
 def _print(kind: str, parts: Iterator[list[ScoreRow]], tally: Tally) -> None:
@@ -164,6 +228,8 @@ def _finish(tally: Tally, quiet: bool, fail_on_ood: bool, paths: list[str], boun
         parts += [bound] if bound else []
         typer.echo(", ".join(parts), err=True)
     if not tally.scored:
-        raise InputError(f"Expected at least one image that can be read in {', '.join(paths)}, but there is none.")
+        raise InputError(
+            f"Expected at least one image or text that can be read in {', '.join(paths)}, but there is none."
+        )
     if fail_on_ood and tally.flagged:
         raise typer.Exit(3)

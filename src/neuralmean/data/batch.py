@@ -47,12 +47,30 @@ class Batch:
         return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     @property
+    def lengths(self) -> Tensor | None:
+        """How many tokens each input has, padding left out, int64 (N,); None for inputs that are no tokens."""
+        if self.mask is not None:
+            return (self.mask != 0).sum(dim=1).cpu()
+        x = None if self.images is not None else self.first
+        if x is None or x.dim() != 2 or x.is_floating_point() or x.is_complex():
+            return None
+        return torch.full((len(x),), x.shape[1])
+
+    @property
     def images(self) -> list[Tensor] | None:
         """The images (C, H, W) if the model takes a list of them, as detection models do; otherwise None."""
         return self.args[0] if self.args and isinstance(self.args[0], list) else None
 
     def __len__(self) -> int:
         return len(self.first if self.images is None else self.images)
+
+    def take(self, rows: slice | Tensor) -> Batch:
+        """Return some of the examples, given a slice or indices."""
+        if self.images is not None:
+            chosen = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
+            return Batch(([self.images[row] for row in chosen], *self.args[1:]), self.kwargs)
+        size = len(self)
+        return self.each(lambda value: value[rows] if value.dim() > 0 and len(value) == size else value)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with `change` applied to each of its tensors."""
@@ -184,7 +202,7 @@ def _iterate(data: Any, name: str, batch_size: int) -> Iterator[Batch]:
     whole = _whole(data)
     if whole is not None:
         for start in range(0, len(whole), batch_size):
-            yield _rows(whole, slice(start, start + batch_size))
+            yield whole.take(slice(start, start + batch_size))
     elif isinstance(data, DataLoader):
         yield from map(to_batch, data)
     elif isinstance(data, Dataset):
@@ -212,13 +230,6 @@ def _whole(data: Any) -> Batch | None:
         if isinstance(x, (Tensor, np.ndarray)) and isinstance(y, (Tensor, np.ndarray)) and y.ndim == 1 < x.ndim:
             return to_batch(x) if len(x) == len(y) else None
     return None
-
-
-def _rows(batch: Batch, rows: slice) -> Batch:
-    size = len(batch)
-    if batch.images is not None:
-        return Batch((batch.images[rows],))
-    return batch.each(lambda value: value[rows] if value.dim() > 0 and len(value) == size else value)
 
 
 def _are_images(value: Any) -> bool:

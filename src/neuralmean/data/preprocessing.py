@@ -137,6 +137,26 @@ class Preprocessing:
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return tensor.sub_(mean).div_(std)
 
+    def place_boxes(self, boxes: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return where boxes (M, 4) of x0, y0, x1, y1 in an image of this height and width lie in the model's input.
+
+        Example:
+            >>> import torch
+            >>> preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
+            >>> preprocessing.place_boxes(torch.tensor([[8.0, 0.0, 16.0, 16.0]]), (16, 24)).tolist()
+            [[0.0, 0.0, 4.0, 8.0]]
+        """
+        if self.size is None:
+            return boxes
+        resized = self._resized(shape)
+        starts = []
+        for old, new, side in zip(shape, resized, self.size, strict=True):
+            canvas = max(new, side)
+            # As in `_fit`: first put on the canvas, then cut out.
+            starts.append(((canvas - new) // 2 - round((canvas - side) / 2), new / old))
+        (top, high), (left, wide) = starts
+        return boxes * boxes.new_tensor([wide, high, wide, high]) + boxes.new_tensor([left, top, left, top])
+
     def to_json(self) -> dict[str, Any]:
         """Every setting as JSON values, for `from_json`."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

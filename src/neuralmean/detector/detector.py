@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from neuralmean.data.progress import track
 from neuralmean.detector import early_exit as exits
 from neuralmean.detector import fitting, html
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.groups import PREDICTED, Groups, decide_by_group, predicted_labels
+from neuralmean.detector.groups import LENGTH, PREDICTED, Groups, decide_by_group
 from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
 from neuralmean.detector.locate import locate
 from neuralmean.detector.observed import Observed
 from neuralmean.detector.recalibration import recalibrate
+from neuralmean.detector.regions import Boxes, RegionDecisions, learn_regions, region_map, score_regions
 from neuralmean.detector.saving import from_artefact, to_artefact
 from neuralmean.errors import InputError, NotFittedError
 from neuralmean.files.artefact import Artefact
@@ -263,6 +264,7 @@ class Detector:
         confidence: float | None = None,
         groups: Groups | None = None,
         early_exit: bool = False,
+        regions: bool = False,
         batch_size: int = BATCH_SIZE,
     ) -> Self:
         """Learn from in-distribution examples and, optionally, from out-of-distribution ones.
@@ -279,10 +281,12 @@ class Detector:
                 from them. Without them a part of `id_data` is used, with a warning on how reliable that is.
             confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
                 they set; None for a rate that holds on average over such draws.
-            groups: A label for each held-out example (camera, class, length), or `"predicted"` for the model's own prediction:
-                the rate then holds for each group. Held-out examples are run twice.
+            groups: A label for each held-out example (camera, class), `"predicted"` for the model's own prediction, or `"length"`
+                for ranges of lengths: the rate then holds for each group. Held-out examples are run twice. Where inputs
+                are tokens, None takes `"length"`.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
+            regions: Whether to learn regions of images too, for `score_regions`: one more pass over all data, see `fit_regions`.
             batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
         check_rate(false_alarm_rate)
@@ -293,6 +297,8 @@ class Detector:
             raise InputError(
                 "Expected `held_out` examples and no `early_exit` with `groups`. Pass held-out examples, or leave `groups` out."
             )
+        if regions and held_out is None:
+            raise InputError("Expected `held_out` images with `regions`: the p-values of boxes come from them.")
         before = dict(self.__dict__)
         try:
             # Tensors made in inference mode have no gradients, which `explain` may need.
@@ -303,6 +309,8 @@ class Detector:
                 if groups is not None:
                     limits: dict[str, Any] = {"false_alarm_rate": false_alarm_rate, "confidence": confidence}
                     self.calibrate(held_out, **limits, groups=groups, batch_size=batch_size)
+                if regions:
+                    self.fit_regions(id_data, held_out)
         except BaseException:
             self.__dict__ = before
             raise
@@ -333,6 +341,34 @@ class Detector:
         check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
         passes = self._track(held_out, "held_out", batch_size)
         self.learnt = recalibrate(self.setup, self.learnt, passes, groups, false_alarm_rate, confidence)
+        return self
+
+    def fit_regions(
+        self,
+        id_data: Any,
+        held_out: Any,
+        *,
+        boxes: Callable[[Any], Sequence[Tensor]] | None = None,
+        false_alarm_rate: float | None = None,
+        batch_size: int = 16,
+    ) -> Self:
+        """Learn what regions of in-distribution images look like, for `score_regions`; nothing else changes.
+
+        Args:
+            id_data: In-distribution images, as for `fit`; at most 8,192 boxes are taken from them.
+            held_out: In-distribution images that the model was not trained on: the p-values come from them, with one box of each
+                range of sizes per image.
+            boxes: Returns the boxes of each image, (M_i, 4), given the model's output, to learn from what a detection model
+                finds; None draws boxes of all sizes at random.
+            false_alarm_rate: Share of in-distribution boxes that may be flagged; None takes that of the detector.
+            batch_size: Images per forward pass where data comes in one piece.
+        """
+        rate = self.false_alarm_rate if false_alarm_rate is None else false_alarm_rate
+        check_rate(rate)
+        self.check_weights()
+        with torch.inference_mode(False):
+            found = learn_regions(self, id_data, held_out, rate, boxes=boxes, batch_size=batch_size)
+        self.learnt = replace(self.learnt, regions=found)
         return self
 
     def set_rate(self, false_alarm_rate: float, *, confidence: float | None = None) -> Self:
@@ -397,10 +433,10 @@ class Detector:
             scores.append(seen.score)
             if (found := seen.kind_p_values()) is not None:
                 kinds.append(found)
-            if groups is None and self.learnt.grouped_by == PREDICTED:
-                labels.extend(predicted_labels(seen.main_output))
+            if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) and seen.decision is not None:
+                labels.extend(seen.decision.groups or ())
         decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
-        known = labels if groups is None and self.learnt.grouped_by == PREDICTED else groups
+        known = labels if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) else groups
         return decision if known is None else decide_by_group(decision, None, known, self.learnt.grouped_by)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
@@ -446,6 +482,30 @@ class Detector:
             batch_size: Inputs per forward pass; the activations of all watched layers are kept during a pass.
         """
         return locate(self, x, by_layer=by_layer, batch_size=batch_size)
+
+    def score_regions(self, x: Any, boxes: Boxes) -> RegionDecisions:
+        """Decide on boxes in images, in one forward pass: is what is inside like boxes of its size in the training data?
+
+        Args:
+            x: A batch of images, as the model takes them: (N, C, H, W), or a list of (C, H, W) for detection models.
+            boxes: The boxes of each image: a list with an (M_i, 4) for each, or one tensor (N, M, 4), of x0, y0, x1, y1 in
+                pixels of the image as it is in `x`. Or a function that returns them given the model's output.
+
+        Returns:
+            A sequence with a `Decision` for each image, on its boxes; it has the model's output too.
+        """
+        return score_regions(self, x, boxes)
+
+    def region_map(self, x: Any, *, layer: str | None = None, window: float | None = None) -> Tensor:
+        """Return the p-value of the surroundings of each cell of a layer, float64 (N, h, w).
+
+        Args:
+            x: A batch of images of one size, (N, C, H, W).
+            layer: The watched layer whose cells these are; None takes the deepest one with at least 8 x 8.
+            window: Side of the square around each cell that is looked at, in pixels; None takes twice a cell, or the smallest
+                box that was learnt.
+        """
+        return region_map(self, x, layer=layer, window=window)
 
     # Where and how the model runs.
 
@@ -526,13 +586,14 @@ class Detector:
             decision = None if calibration is None else Decision(run.scores, calibration)
             return Observed(None, decision, run.scores, None, None, self._explain)
         observation = self._observation(stats)
+        lengths = None if stats.lengths is None else stats.lengths.tolist()
         scores = score_rows(run or scorer, observation)
         # P-values of kinds are computed on first access.
         kinds = None if self.learnt.kinds is None else partial(self.learnt.kinds.p_values, observation)
         decision = None if calibration is None else Decision(scores, calibration, kinds)
         if decision is not None and (groups is not None or self.learnt.grouped_by is not None):
-            decision = decide_by_group(decision, output, groups, self.learnt.grouped_by)
-        return Observed(output, decision, scores, stats, observation.vector, self._explain)
+            decision = decide_by_group(decision, output, groups, self.learnt.grouped_by, lengths)
+        return Observed(output, decision, scores, stats, observation.vector, self._explain, lengths)
 
     def _observation(self, stats: ChannelStats) -> Observation:
         return Observation(self._vectors(stats.means, stats.variances), stats.logits, stats.feature)

@@ -51,6 +51,7 @@ class RowStore:
         self.seen = seen
         self._additions, self._statistic, self._score, self._wants_digests = additions, statistic, score, digests
         self._count = 0
+        self.lengths: list[int] = []  # of inputs that are tokens
         self._scores = Table(additions)  # a list of small tensors would keep the heap from shrinking
         self._tables: dict[str, Table] = {}
 
@@ -60,6 +61,8 @@ class RowStore:
     def add(self, rows: ChannelStats) -> None:
         """Add the rows of a batch."""
         self._count += len(rows)
+        if rows.lengths is not None:
+            self.lengths.extend(rows.lengths.tolist())
         if self._wants_digests:
             self.digests.extend(map(_digest, rows.means))
         if self.reference.layers:

@@ -1,8 +1,13 @@
-"""Groups of inputs, each with a false-alarm rate of its own: labels that come with the inputs, or the model's prediction."""
+"""Groups of inputs, each with a false-alarm rate of its own: given labels, the model's prediction, or ranges of lengths.
+
+The mean over few tokens scatters more than that over many, so token inputs are compared with those of about their length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,7 +18,55 @@ from neuralmean.detector.observed import main_rows
 from neuralmean.errors import InputError
 
 PREDICTED = "predicted"
+LENGTH = "length"
+GROUPED_BY = ("given", PREDICTED, LENGTH)
+_MOST_RANGES = 8
+_RANGE = re.compile(r"(\d+) tokens or more")
 Groups: TypeAlias = "Sequence[object] | str"
+
+
+def length_ranges(lengths: Sequence[int], needed: int) -> list[int]:
+    """Return where each range of lengths begins, so that the ranges have about as many examples each.
+
+    Args:
+        lengths: Of the held-out examples.
+        needed: How many examples a range needs at the least.
+
+    Example:
+        >>> length_ranges([*range(1, 41)] * 20, 19)
+        [0, 11, 21, 31]
+    """
+    ordered = sorted(lengths)
+    if not ordered:
+        return [0]
+    count = max(1, min(_MOST_RANGES, len(ordered) // max(200, 4 * needed)))
+    starts = {ordered[len(ordered) * part // count] for part in range(1, count)}
+    return [0, *sorted(start for start in starts if start > ordered[0])]
+
+
+def length_labels(lengths: Iterable[int], starts: Sequence[int]) -> list[str]:
+    """Return the label of the range of each length.
+
+    Example:
+        >>> length_labels([3, 11, 500], [0, 11])
+        ['0 tokens or more', '11 tokens or more', '11 tokens or more']
+    """
+    return [f"{starts[max(0, bisect_right(starts, length) - 1)]} tokens or more" for length in lengths]
+
+
+def labels_of_lengths(lengths: Sequence[int] | None, names: Sequence[str]) -> list[str]:
+    """Return which of the ranges with these labels each length is in."""
+    if lengths is None:
+        raise InputError("Expected tokens, as the detector was calibrated by length, but got inputs of another kind.")
+    return length_labels(lengths, starts_of(names))
+
+
+def starts_of(names: Iterable[str]) -> list[int]:
+    """Return where the ranges with these labels begin."""
+    found = [_RANGE.fullmatch(name) for name in names]
+    if not found or None in found:
+        raise InputError("Expected groups that are ranges of lengths, but got others.")
+    return sorted(int(match[1]) for match in found if match)
 
 
 def predicted_labels(output: Tensor | None) -> list[str]:
@@ -34,7 +87,11 @@ def predicted_labels(output: Tensor | None) -> list[str]:
 
 
 def decide_by_group(
-    decision: Decision, output: Any, groups: Sequence[object] | None, grouped_by: str | None
+    decision: Decision,
+    output: Any,
+    groups: Sequence[object] | None,
+    grouped_by: str | None,
+    lengths: Sequence[int] | None = None,
 ) -> Decision:
     """Return a decision with the group of each input.
 
@@ -42,8 +99,11 @@ def decide_by_group(
         decision: The decision without groups.
         output: The model's output, from which groups by prediction are taken.
         groups: The labels that came with the inputs; None if none did.
-        grouped_by: How the detector was calibrated: `"given"`, `"predicted"`, or None for no groups.
+        grouped_by: How the detector was calibrated: `"given"`, `"predicted"`, `"length"`, or None for no groups.
+        lengths: How many tokens each input has; None for inputs that are no tokens.
     """
+    if groups is None and grouped_by == LENGTH:
+        groups = labels_of_lengths(lengths, decision.calibration.group_names)
     if groups is None and grouped_by == PREDICTED:
         groups = predicted_labels(main_rows(output, len(decision)))
     if groups is None:

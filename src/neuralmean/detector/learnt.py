@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,20 @@ from neuralmean.data.batch import count_rows
 from neuralmean.detector import fitting
 from neuralmean.detector.early_exit import CascadeScorer, full_of
 from neuralmean.detector.fit_rows import FitData, RowStore, gather
+from neuralmean.detector.groups import LENGTH, length_labels, length_ranges
 from neuralmean.detector.kinds import Kinds
 from neuralmean.models.layers import Layer
 from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, Observer, PermuteBlocks, RotateSome
 from neuralmean.recording.reference import Reference
-from neuralmean.scorers import AverageScorer, Observation, Scorer
+from neuralmean.scorers import AverageScorer, LayersScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.calibration import Calibration, check_enough
+from neuralmean.stats.calibration import Calibration, check_enough, examples_needed
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
+
+if TYPE_CHECKING:
+    from neuralmean.detector.regions import Regions
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +46,10 @@ class Learnt:
         profile: Statistics of held-out data, for a `Monitor`; None without held-out data.
         head: Name of the layer that gives the logits; None if the scorer does not need them.
         facts: When the detector was fitted, and on how many examples.
-        grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group;
-            None without groups.
+        grouped_by: `"given"` if each call brings the groups of its inputs, `"predicted"` if the model's prediction is the group,
+            `"length"` if it is the range of the number of tokens; None without groups.
         kinds: Distinguishes appearance from content; None if no rows were kept to learn it from.
+        regions: Statistics of regions of images; None unless `fit_regions` was called.
     """
 
     reference: Reference | None
@@ -57,6 +62,7 @@ class Learnt:
     facts: dict[str, Any] = field(default_factory=dict)
     grouped_by: str | None = None
     kinds: Kinds | None = None
+    regions: Regions | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,15 +148,49 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         scores, source = _streamed_scores(data, options)
     else:
         parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
+        if (
+            ood_data is None
+            and setup.scorer is None
+            and not options.early_exit
+            and _has_no_classes(data, parts["inliers"])
+        ):
+            scorer = LayersScorer()
+        if isinstance(scorer, LayersScorer) and not scorer.widths:
+            scorer.widths = [layer.channels for layer in setup.layers] * (1 + (setup.statistic == "both"))
         origin = torch.tensor(augment.origin) if isinstance(augment, RotateSome) else None
         scores, source = fitting.fit_and_score_inliers(
             scorer, **parts, rotated_of=origin, rate=options.rate, confidence=options.confidence
         )
         kinds = _learn_kinds(setup, scorer, parts, options.rate)
     facts = {"when": datetime.now(timezone.utc).isoformat(timespec="seconds"), **data.counts()}
-    calibration = Calibration.of(scores, options.rate, confidence=options.confidence)
-    learnt = Learnt(reference, scorer, calibration, source, scale, head=observer.head, facts=facts, kinds=kinds)
+    by_length = _by_length(data.held_out, options)
+    grouped_by = LENGTH if by_length else None
+    calibration = Calibration.of(scores, options.rate, confidence=options.confidence, groups=by_length)
+    learnt = Learnt(
+        reference,
+        scorer,
+        calibration,
+        source,
+        scale,
+        head=observer.head,
+        facts=facts,
+        kinds=kinds,
+        grouped_by=grouped_by,
+    )
     return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
+
+
+def _has_no_classes(data: FitData, inliers: Observation) -> bool:
+    """Whether inputs are tokens and the model, an encoder, has no logits: the typicality of a class says little then."""
+    return bool(data.inliers.lengths) and inliers.logits is None
+
+
+def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | None:
+    """Return the range of lengths of each held-out row, if these are tokens: scores of short and long ones scatter otherwise."""
+    if held_out is None or options.early_exit:
+        return None
+    starts = length_ranges(held_out.lengths, examples_needed(options.rate, options.confidence))
+    return length_labels(held_out.lengths, starts) if len(starts) > 1 else None
 
 
 def _learn_kinds(setup: FitSetup, scorer: Scorer, parts: dict[str, Any], rate: float) -> Kinds:

@@ -36,7 +36,9 @@ def locate(detector: Detector, x: Any, *, by_layer: bool = False, batch_size: in
             found.append(torch.stack([_onto_input(own, size) for own in maps], dim=1))
         else:
             found.append(functools.reduce(torch.add, (_onto_input(own, size) for own in _sum_alike(maps))))
-    return torch.cat(found)
+    longest = max(own.shape[-1] for own in found)
+    # Batches of tokens need not be padded to one length.
+    return torch.cat([torch.nn.functional.pad(own, (0, longest - own.shape[-1])) for own in found])
 
 
 def _sum_alike(maps: Iterable[Tensor]) -> Iterable[Tensor]:

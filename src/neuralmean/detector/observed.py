@@ -34,6 +34,7 @@ class Observed:
         stats: Channel means and variances, logits and feature, as recorded; None if an early exit stopped the pass.
         vectors: The discrepancy vectors, shape (N, D); None if an early exit stopped the pass.
         explainer: Explains scores; see `explain`.
+        lengths: How many tokens each input has, padding left out; None for inputs that are no tokens.
     """
 
     output: Any
@@ -42,6 +43,7 @@ class Observed:
     stats: ChannelStats | None
     vectors: Tensor | None
     explainer: Callable[[Observation, Tensor], Explanation]
+    lengths: list[int] | None = None
 
     @property
     def logits(self) -> Tensor | None:

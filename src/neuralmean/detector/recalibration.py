@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from neuralmean.detector.groups import PREDICTED, Groups, predicted_labels
+from neuralmean.detector.early_exit import CascadeScorer
+from neuralmean.detector.groups import LENGTH, PREDICTED, Groups, length_labels, length_ranges, predicted_labels
 from neuralmean.detector.learnt import FitSetup, Learnt
 from neuralmean.detector.observed import Observed
 from neuralmean.errors import InputError
 from neuralmean.scorers import Observation
-from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.calibration import Calibration, examples_needed
 
 
 def recalibrate(
@@ -29,25 +30,31 @@ def recalibrate(
         setup: What the detector was constructed with.
         learnt: What it has learnt so far.
         passes: Forward passes over the held-out examples.
-        groups: A label for each example, `"predicted"` for the model's own predictions, or None.
+        groups: A label for each example, `"predicted"` for the model's own predictions, `"length"`, or None.
         rate: The false-alarm rate.
         confidence: As for `Detector.fit`.
     """
-    is_predicted = isinstance(groups, str)
-    if is_predicted and groups != PREDICTED:
-        raise InputError(f"Expected `groups` to be labels or {PREDICTED!r}, but got {groups!r}.")
-    scores, kind_scores, predictions = [], [], list[str]()
+    if isinstance(groups, str) and groups not in (PREDICTED, LENGTH):
+        raise InputError(f"Expected `groups` to be labels, {PREDICTED!r} or {LENGTH!r}, but got {groups!r}.")
+    scores, kind_scores, predictions, lengths = [], [], list[str](), list[int]()
     builder, kinds = setup.empty_profile(), learnt.kinds
     for seen in passes:
         scores.append(seen.score)
-        if is_predicted:
+        lengths.extend(seen.lengths or ())
+        if groups == PREDICTED:
             predictions.extend(predicted_labels(seen.main_output))
         if seen.vectors is None or seen.stats is None:
             continue
         builder.add(seen.vectors)
         if kinds is not None:
             kind_scores.append(kinds.score(Observation(seen.vectors, seen.stats.logits, seen.stats.feature)))
-    labels = predictions if is_predicted else None if groups is None else list(groups)
+    starts = length_ranges(lengths, examples_needed(rate, confidence))
+    if groups is None and len(starts) > 1 and not isinstance(learnt.scorer, CascadeScorer):
+        groups = LENGTH
+    if groups == LENGTH and not lengths:
+        raise InputError("Expected tokens with groups by length, but got inputs of another kind.")
+    by_name = {PREDICTED: predictions, LENGTH: length_labels(lengths, starts)}
+    labels = None if groups is None else by_name[groups] if isinstance(groups, str) else list(groups)
     profile = builder.profile()
     return replace(
         learnt,
@@ -56,5 +63,5 @@ def recalibrate(
         profile=profile,
         facts={**learnt.facts, "n_held_out": profile.moments.count},
         kinds=None if kinds is None else kinds.calibrated(torch.cat(kind_scores), rate),
-        grouped_by=None if groups is None else PREDICTED if is_predicted else "given",
+        grouped_by=groups if groups is None or isinstance(groups, str) else "given",
     )

@@ -14,6 +14,7 @@ from neuralmean.detector.detector import Detector
 from neuralmean.detector.saving import from_artefact
 from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
+from neuralmean.models.huggingface import Tokenizer
 from neuralmean.models.spec import resolve
 
 COMPILING_S = 60.0
@@ -27,10 +28,11 @@ LEAST_BATCHES = 50
 
 @dataclass(frozen=True)
 class SavedDetector:
-    """A detector that is ready for use, with the preprocessing of its images."""
+    """A detector that is ready for use, with the preprocessing of its images, or the tokenizer of its texts."""
 
     detector: Detector
     preprocessing: Preprocessing | None
+    tokenizer: Tokenizer | None = None
 
     def need_preprocessing(self) -> Preprocessing:
         """Return the preprocessing, or raise if it is unknown."""
@@ -40,6 +42,14 @@ class SavedDetector:
                 "Fit again with --mean, --std and --size."
             )
         return self.preprocessing
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Return what makes inputs of texts, or raise where the model takes none."""
+        if self.tokenizer is None:
+            raise InputError(
+                "Expected a detector of a model that takes texts, fitted with `hf:DIR`, but this one takes something else."
+            )
+        return self.tokenizer
 
     def freeze(self) -> None:
         """Have the model run as one graph, which is faster: see `Detector.freeze`.
@@ -120,7 +130,7 @@ def open_saved(
         detector = from_artefact(Detector, artefact, resolved.model, str(path))
     if device is not None:
         detector.to(device)
-    return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing)
+    return SavedDetector(detector if rate is None else detector.set_rate(rate), preprocessing, resolved.tokenizer)
 
 
 def _find_weights(path: Path, info: dict[str, object], weights: str | Path | None) -> Path | None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from neuralmean import __version__
 from neuralmean.detector import early_exit
 from neuralmean.detector.fitting import GUARANTEES, Source
-from neuralmean.detector.groups import PREDICTED
+from neuralmean.detector.groups import GROUPED_BY, LENGTH, starts_of
 from neuralmean.detector.kinds import Kinds
 from neuralmean.detector.learnt import Learnt
+from neuralmean.detector.region_boxes import region_layers
+from neuralmean.detector.regions import Regions
 from neuralmean.errors import ArtefactError, InputError, ModelMismatchError, NeuralMeanError, NotFittedError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.layers import unwrap
@@ -22,6 +24,7 @@ from neuralmean.recording.reference import Reference
 from neuralmean.scorers import Observation, VectorScorer
 from neuralmean.scorers.contract import score_rows
 from neuralmean.scorers.kinds import KindScorer
+from neuralmean.scorers.regions import RegionScorer
 from neuralmean.stats.calibration import Calibration, check_rate
 from neuralmean.stats.discrepancy import check_statistic
 from neuralmean.stats.held_out_profile import HeldOutProfile
@@ -40,6 +43,7 @@ _FIXED_NAMES = {
     "reference.mean",
     "reference.std",
 }
+_REGION_NAMES = {f"regions.{name}" for name in (*RegionScorer.learnt, "scores", "groups")}
 _TYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -65,7 +69,17 @@ def to_artefact(detector: Detector, info: Mapping[str, Any] | None = None) -> Ar
     if (kinds := detector.learnt.kinds) is not None:
         tensors |= {f"kinds.{name}": tensor for name, tensor in kinds.kind_scorer.state().items()}
         tensors |= {"kinds.appearance": kinds.appearance.scores, "kinds.content": kinds.content.scores}
+    regions = detector.learnt.regions
+    if regions is not None:
+        tensors |= {f"regions.{name}": tensor for name, tensor in regions.scorer.state().items()}
+        tensors |= {"regions.scores": regions.calibration.scores, "regions.groups": _group_numbers(regions.calibration)}
     header = {
+        "regions": None
+        if regions is None
+        else {
+            "false_alarm_rate": regions.calibration.false_alarm_rate,
+            "groups": list(regions.calibration.group_names),
+        },
         "calibration": {
             "confidence": detector.calibration.confidence,
             "false_alarm_rate": detector.calibration.false_alarm_rate,
@@ -165,10 +179,13 @@ def _read_learnt(detector: Detector, artefact: Artefact, scorer: VectorScorer, h
         facts=dict(artefact.header["fitted"]),
         grouped_by=artefact.header["calibration"]["grouped_by"],
         kinds=_read_kinds(detector, artefact, scorer, calibration.false_alarm_rate),
+        regions=_read_regions(detector, artefact),
     )
     _try_scorer(detector, scorer, head)
     known = _FIXED_NAMES | {f"scorer.{name}" for name in scorer.state()}
-    if unknown := set(artefact.tensors) - known - (_KIND_NAMES if learnt.kinds is not None else set()):
+    known |= _KIND_NAMES if learnt.kinds is not None else set()
+    known |= _REGION_NAMES if learnt.regions is not None else set()
+    if unknown := set(artefact.tensors) - known:
         raise ArtefactError(f"nothing has a use for {sorted(unknown)[0][:40]!r}")
     return learnt
 
@@ -204,16 +221,38 @@ def _read_calibration(artefact: Artefact) -> tuple[Calibration, Source]:
         if grouped_by is not None:
             raise ArtefactError("there are no groups to calibrate by")
         return Calibration.of(scores, rate, confidence=header["confidence"]), source
-    numbers = artefact.tensors["calibration.groups"]
-    is_index = numbers.dtype == torch.int64 and numbers.shape == scores.shape
-    if (
-        grouped_by not in ("given", PREDICTED)
-        or not is_index
-        or not 0 <= int(numbers.min()) <= int(numbers.max()) < len(names)
-    ):
-        raise ArtefactError("the groups are not those of the scores")
+    if grouped_by not in GROUPED_BY:
+        raise ArtefactError("the groups are of an unknown kind")
+    if grouped_by == LENGTH:
+        starts_of(names)  # raises
     whole = Calibration.of(scores, rate, confidence=header["confidence"])  # with its checks
-    return Calibration(scores, whole.false_alarm_rate, whole.confidence, tuple(map(str, names)), numbers), source
+    return _with_groups(whole, scores, artefact.tensors["calibration.groups"], names), source
+
+
+def _with_groups(whole: Calibration, scores: Tensor, numbers: Tensor, names: Any) -> Calibration:
+    """Return a calibration by group, given the scores, sorted, and the index of the group of each."""
+    is_index = numbers.dtype == torch.int64 and numbers.shape == scores.shape
+    if not is_index or not 0 <= int(numbers.min()) <= int(numbers.max()) < len(names):
+        raise ArtefactError("the groups are not those of the scores")
+    return Calibration(scores, whole.false_alarm_rate, whole.confidence, tuple(map(str, names)), numbers)
+
+
+def _group_numbers(calibration: Calibration) -> Tensor:
+    found = calibration.group_of
+    return torch.zeros(len(calibration.scores), dtype=torch.int64) if found is None else found
+
+
+def _read_regions(detector: Detector, artefact: Artefact) -> Regions | None:
+    header = artefact.header["regions"]
+    if header is None:
+        return None
+    state = {name[8:]: tensor for name, tensor in artefact.tensors.items() if name.startswith("regions.")}
+    scorer = RegionScorer().load_state(state, sum(layer.channels for layer in region_layers(detector.watched)))
+    scores = state["scores"]
+    if not scores.is_floating_point() or scores.dim() != 1 or bool((scores.diff() < 0).any()):
+        raise ArtefactError("the scores of regions are not sorted numbers")
+    whole = Calibration.of(scores, header["false_alarm_rate"])
+    return Regions(scorer, _with_groups(whole, scores, state["groups"], header["groups"]))
 
 
 def _read_kinds(detector: Detector, artefact: Artefact, scorer: VectorScorer, rate: float) -> Kinds | None:

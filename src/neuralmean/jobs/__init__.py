@@ -12,6 +12,7 @@ from neuralmean.jobs.local import (
     Tally,
     describe_flags,
     score_images,
+    score_texts,
     select_rows,
 )
 from neuralmean.jobs.rows import FORMATS, ScoreRow, format_of, format_rows, write_rows
@@ -29,6 +30,7 @@ __all__ = [
     "format_of",
     "format_rows",
     "score_images",
+    "score_texts",
     "select_rows",
     "write_rows",
 ]

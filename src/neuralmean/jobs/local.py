@@ -21,6 +21,8 @@ import numpy as np
 from neuralmean.data.images import ImageBatches, Unreadable
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.data.progress import track
+from neuralmean.data.texts import TextBatches, Tokenize
+from neuralmean.detector.decision import Decision
 from neuralmean.detector.detector import Detector
 from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
@@ -130,9 +132,32 @@ def score_images(
     ):
         groups = None if label is None else list(map(label, names))
         decision = detector.predict(images, groups=groups, batch_size=batch_size)
-        columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), decision.kind
-        yield [ScoreRow(*row) for row in zip(names, *columns, strict=True)]
+        yield _rows(names, decision)
     tally.unreadable, tally.skipped = batches.n_unreadable, batches.n_skipped
+
+
+def score_texts(
+    detector: Detector,
+    tokenize: Tokenize,
+    paths: Sequence[str],
+    *,
+    tally: Tally,
+    batch_size: int = 64,
+    on_unreadable: Callable[[str, str], None] | None = None,
+    skip: Callable[[str], bool] | None = None,
+) -> Iterator[list[ScoreRow]]:
+    """Yield the rows of the texts in files, a batch at a time, in order."""
+    batches = TextBatches(paths, tokenize, batch_size=batch_size, on_unreadable=on_unreadable, skip=skip)
+    for inputs, names in track(
+        batches, description="Scoring", total=batches.count, size=lambda batch: len(batch.names)
+    ):
+        yield _rows(names, detector.predict(inputs, batch_size=batch_size))
+    tally.unreadable = batches.n_unreadable
+
+
+def _rows(names: Sequence[str], decision: Decision) -> list[ScoreRow]:
+    columns = decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), decision.kind
+    return [ScoreRow(*row) for row in zip(names, *columns, strict=True)]
 
 
 class ScoreFile:

@@ -1,12 +1,13 @@
 """Turns a model spec, typed by a user or read from a saved file, into a model with weights and preprocessing.
 
-A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME` or `bench:NAME`. Nothing
-is downloaded or unpickled: weights come from a safetensors file or a torch file with tensors only.
+A spec is `package.module:callable` (called without arguments), `timm:NAME`, `torchvision:NAME`, `bench:NAME` or `hf:DIR`,
+a folder of a model of Hugging Face. Nothing is ever downloaded and nothing unpickled: weights come from a safetensors file
+or a torch file with tensors only.
 
 A spec from a saved file is not trusted. With `trusted=False` it may name a model of timm,
-torchvision or the benchmark, or a class derived from `nn.Module` in an installed package, and nothing else: neither the
-standard library, nor this library, nor a function. Modules of the working folder are not even imported, unless the
-user allows it (`local_code=True`).
+torchvision or the benchmark, the folder of a model whose class is that of the installed transformers, or a class derived
+from `nn.Module` in an installed package, and nothing else: neither the standard library, nor this library, nor a function.
+Modules of the working folder are not even imported, unless the user allows it (`local_code=True`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from torch import nn
 
 from neuralmean.data.preprocessing import Preprocessing, import_quietly
 from neuralmean.errors import ArtefactError, InputError
+from neuralmean.models.huggingface import Tokenizer, load_folder
 from neuralmean.models.sources import find_source
 from neuralmean.models.weights import Builder, load_weights, read_weights
 
 __all__ = ["ResolvedModel", "is_untrained", "resolve"]
 
 PREFIXES = ("timm", "torchvision", "bench")
-FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME` or `bench:NAME`"
+FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME`, `bench:NAME` or `hf:DIR`"
+_FOLDER = "hf"  # a folder of a model of Hugging Face, which has its weights and its tokenizer
 _TRUSTED, _LOCAL, _INSTALLED = "trusted", "local", "installed"
 DEMO = "neuralmean.cli.demo:DigitNet"  # the part of this library that a saved file may name
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -49,13 +52,17 @@ class ResolvedModel:
         model: The model, in eval mode, on the CPU.
         spec: The spec that it was built from.
         preprocessing: The preprocessing of its images; None if unknown.
-        weights_path: File of its weights; None if they are those of the callable, or random.
+        weights_path: File of its weights; None if they are those of the callable or folder, or random.
+        tokenizer: Makes inputs of texts; None for a model of something else.
+        has_classes: False where the model is known to have none.
     """
 
     model: nn.Module
     spec: str
     preprocessing: Preprocessing | None
     weights_path: Path | None
+    tokenizer: Tokenizer | None = None
+    has_classes: bool = True
 
 
 def resolve(
@@ -91,6 +98,8 @@ def resolve(
         Identity()
     """
     kind, name = _split(spec)
+    if kind == _FOLDER:
+        return _from_folder(name, spec, weights, mean=mean, std=std, size=size)
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
         rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
@@ -120,11 +129,29 @@ def resolve(
     return ResolvedModel(model, spec, preprocessing, path)
 
 
+def _from_folder(
+    folder: str,
+    spec: str,
+    weights: str | Path | None,
+    *,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    size: tuple[int, int] | None,
+) -> ResolvedModel:
+    if weights is not None:
+        raise InputError(f"Expected {spec!r} without weights, as the folder has them. Leave the weights out.")
+    model, tokenizer, has_classes = load_folder(folder)
+    preprocessing = _preprocessing(None, {}, mean=mean, std=std, size=size, usual_size=None)
+    return ResolvedModel(model.eval(), spec, preprocessing, None, tokenizer, has_classes)
+
+
 def is_untrained(resolved: ResolvedModel) -> bool:
     """Return whether the model certainly has random weights: none were given, or its batch norms have seen no batch."""
     if resolved.weights_path is not None:
         return False
     kind, _ = _split(resolved.spec)
+    if kind == _FOLDER:
+        return False
     if kind in PREFIXES or find_source(kind) is not None:
         return True
     norms = [m for m in resolved.model.modules() if getattr(m, "num_batches_tracked", None) is not None]

@@ -37,13 +37,14 @@ class ChannelStats:
     variances: Tensor | None = None  # (N, D)
     logits: Tensor | None = None  # (N, K)
     feature: Tensor | None = None  # (N, F)
+    lengths: Tensor | None = None  # (N,), how many tokens each input has, padding left out
 
     def __len__(self) -> int:
         return len(self.means)
 
     def __getitem__(self, rows: Tensor | slice) -> ChannelStats:
         """Return some of the rows."""
-        parts = (self.means, self.variances, self.logits, self.feature)
+        parts = (self.means, self.variances, self.logits, self.feature, self.lengths)
         return ChannelStats(*(None if part is None else part[rows] for part in parts))  # type: ignore[arg-type]
 
     @classmethod
@@ -59,6 +60,7 @@ class ChannelStats:
             stack([row.variances for row in rows]),
             stack([row.logits for row in rows]),
             stack([row.feature for row in rows]),
+            stack([row.lengths for row in rows]),
         )
 
 
@@ -150,7 +152,9 @@ class Observer:
         self._check_finite(means, name)
         logits = None if recording.logits is None else recording.logits.cpu()
         feature = None if recording.feature is None else recording.feature.cpu()
-        return recording.output, ChannelStats(means, variances, logits, feature)
+        return recording.output, ChannelStats(
+            means, variances, logits, feature, batch.lengths if self.recorder.takes_tokens else None
+        )
 
     def observe_all(self, data: Any, *, name: str, batch_size: int) -> ChannelStats:
         """Return the statistics of all of `data`."""

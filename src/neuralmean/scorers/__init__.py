@@ -13,6 +13,7 @@ from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
 from neuralmean.scorers.check import check_scorer
 from neuralmean.scorers.guided import GuidedScorer
+from neuralmean.scorers.layers import LayersScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -21,6 +22,7 @@ __all__ = [
     "SCORERS",
     "AverageScorer",
     "GuidedScorer",
+    "LayersScorer",
     "LogisticScorer",
     "MlpScorer",
     "Observation",
@@ -31,7 +33,14 @@ __all__ = [
     "make_scorer",
 ]
 
-_KINDS: tuple[type[VectorScorer], ...] = (AverageScorer, GuidedScorer, LogisticScorer, MlpScorer, TypicalityScorer)
+_KINDS: tuple[type[VectorScorer], ...] = (
+    AverageScorer,
+    GuidedScorer,
+    LayersScorer,
+    LogisticScorer,
+    MlpScorer,
+    TypicalityScorer,
+)
 SCORERS = {kind.name: kind for kind in _KINDS}
 
 
