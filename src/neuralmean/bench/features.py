@@ -2,7 +2,7 @@
 
 An entry belongs to everything that its numbers depend on: the weights, the preprocessing, the images, the layers. It is
 written part by part, each with a digest, so that one mechanism serves three needs: a killed run resumes where it stopped,
-a damaged file is noticed and only its damaged parts are computed again, and nobody reads a part that is not whole. Runs
+a damaged file is detected and only its damaged parts are computed again, and incomplete parts are never read. Runs
 at once share the parts among them by locks that the system releases when a process dies. Independent of methods.
 """
 

@@ -72,7 +72,7 @@ class Results:
         path: The file; it need not exist yet.
 
     Raises:
-        ArtefactError: A file that holds something else. It is left as it is.
+        ArtefactError: The file holds something else; it is not changed.
     """
 
     def __init__(self, path: Path | str) -> None:

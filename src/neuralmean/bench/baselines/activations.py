@@ -1,4 +1,4 @@
-"""The activations of a model's stages, with their gradients: for methods that look inside a forward pass.
+"""The activations of a model's stages, with their gradients: for methods that need more than means.
 
 The library's recorder reduces activations inside its hooks and lets gradients go; here they are kept, for the benchmark
 only. A hook lives inside a context manager, and the model leaves it as it came.

@@ -1,4 +1,4 @@
-"""Detectors of pytorch-ood as methods: what is common to all of them, so that a method's file names only its own choices.
+"""Detectors of pytorch-ood as methods: the shared code, so that a method's file holds only its own choices.
 
 pytorch-ood is optional (extra `bench`) and imported on first use. Its detectors get copies of cached tensors and never
 the model, so that none of them can change either; scores keep their sign, which is ours: higher = more OOD.
@@ -30,7 +30,7 @@ def detector_class(name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torchvision, about image files that nobody reads here
+            warnings.simplefilter("ignore")  # of torchvision, about image codecs that are not used here
             detectors = importlib.import_module("pytorch_ood.detector")
     except ImportError:
         raise MissingExtraError(

@@ -1,4 +1,4 @@
-"""What a method is: it learns from what a protocol gives it, then scores sets of images, higher = more OOD.
+"""The interface of methods: they learn from the data of a protocol, then score sets of images, higher = more OOD.
 
 A method says what it reads of a set; it sees sets through `View`s that refuse everything else, so that what a method
 needs is true by construction. Channel means, logits and features come from one cached forward pass per image; a method
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
 
 class View:
-    """What a method sees of a set of images: only what it said it reads.
+    """A method's view of a set of images, limited to what it declares in `reads`.
 
     Args:
         trained: The model.
@@ -150,7 +150,7 @@ class View:
 
 @dataclass(frozen=True)
 class Context:
-    """What a method gets to learn from.
+    """The data that a method learns from.
 
     Attributes:
         trained: The model with its preprocessing; a method that changes weights works on a copy.
@@ -211,7 +211,7 @@ class Method:
     defined_by: type | None = None
 
     def fit(self, context: Context) -> None:
-        """Learn from what the protocol gives; nothing, unless a method says otherwise."""
+        """Learn from the data of the protocol; by default, nothing."""
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""

@@ -54,7 +54,7 @@ class Tuner:
         self.model, self.trained, self._loss, self._outliers = model, trained, loss, outliers
         device = device_of(model.modules())
         self._mean, self._std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (trained.mean, trained.std))
-        self._flip = "svhn" not in trained.metadata.get("dataset", "").lower()  # a mirrored digit is none
+        self._flip = "svhn" not in trained.metadata.get("dataset", "").lower()  # a mirrored digit is not a digit
 
     def normalise(self, images: Tensor) -> Tensor:
         """Normalise images in [0, 1] as the model expects."""

@@ -1,6 +1,6 @@
 """The linear layer that turns the penultimate feature into logits, for methods that need its weights.
 
-It is found as the library finds it, by one forward pass of one black image. The model is left as it is: what comes back
+It is found as the library finds it, by one forward pass of one black image. The model is not changed: what comes back
 are copies.
 """
 

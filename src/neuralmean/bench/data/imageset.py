@@ -86,7 +86,7 @@ def fit_image(image: Image.Image, fit: Fit | Preprocessing) -> npt.NDArray[np.ui
     Args:
         image: Any picture.
         fit: `"resize"` scales the shorter side to 32 (bilinear, as torchvision's `Resize` on pictures does) and cuts
-            out the centre; `"crop"` cuts the centre out of the picture as it is, and scales only one that is smaller;
+            out the centre; `"crop"` cuts the centre out of the unscaled picture, and scales only one that is smaller;
             `"keep"` leaves the size alone. `Preprocessing` makes it what a model expects.
     """
     if isinstance(fit, Preprocessing):

@@ -1,7 +1,7 @@
 """Readers of the formats in which people keep images: arrays, CIFAR's batches, SVHN's `.mat`, folders of pictures.
 
 A reader takes paths and returns images (N, 32, 32, 3) with labels, if there are any; it is independent of set names.
-Beside each is a counter that looks at headers or names only. A file that cannot be read is one `ArtefactError`.
+Each has a counter that reads headers or names only. A file that cannot be read is one `ArtefactError`.
 """
 
 from __future__ import annotations

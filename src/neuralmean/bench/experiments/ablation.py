@@ -55,7 +55,7 @@ class Ablation(Experiment):
     )
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Measure every peer and the scorer as it is, then its parts."""
+        """Measure every peer and the complete scorer, then its parts."""
         inside = bench.judge_set(case.id, case.model)
         outside = [bench.judge_set(name, case.model) for name in case.present(bench.inputs)]
         judged = [inside, *outside]

@@ -193,7 +193,7 @@ class LiveReader:
     def __init__(self, trained: TrainedModel, reads: frozenset[Read]) -> None:
         self._trained, self._reads = trained, reads
         layers = select_layers(trained.model)
-        # A recorder watches something in any case: for the feature alone, one layer, whose mean nobody looks at.
+        # A recorder always watches a layer: for the feature alone, one whose mean is not used.
         self._layers = layers if {"means", "variances"} & reads else layers[-1:] if "feature" in reads else ()
         self._recorder: Recorder | None = None
 

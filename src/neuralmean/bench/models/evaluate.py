@@ -13,7 +13,7 @@ from neuralmean.bench.models.trained import TrainedModel
 from neuralmean.errors import InputError
 
 BATCH = 20  # images in one pass: so few that a CPU's caches hold what passes between layers (DenseNet-100: twice as fast as 100)
-# Percent on the test set, as published or measured by whoever made the weights, by (source, architecture, data set).
+# Percent on the test set, as published or measured by the authors of the weights, by (source, architecture, data set).
 _PUBLISHED = {
     ("akamaster/pytorch_resnet_cifar10", "resnet20", "CIFAR-10"): 91.73,
     ("akamaster/pytorch_resnet_cifar10", "resnet32", "CIFAR-10"): 92.63,

@@ -22,7 +22,7 @@ FORMAT_VERSION = "1"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in one step: whoever reads `path` sees the old file or the new one."""
+    """Write a safetensors file in one step: a reader of `path` sees the old file or the new one."""
     # A copy each: safetensors refuses tensors that share memory or are not contiguous.
     plain = {
         key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

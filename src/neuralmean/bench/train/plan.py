@@ -59,7 +59,7 @@ def plan(recipe: Recipe, epoch_seconds: Mapping[int, float], budget: float, *, s
     """Fit a recipe into a budget.
 
     Args:
-        recipe: The whole recipe; returned as it is where there is time for all of it.
+        recipe: The whole recipe; returned unchanged if there is time for all of it.
         epoch_seconds: What an epoch takes at each size that the network can be trained at.
         budget: Seconds.
         started: Whether the network is trained already: then it sees only the largest images, at half the rate.

@@ -32,7 +32,7 @@ class Recipe:
         label_smoothing: Share of the target that is spread over all classes.
         mixup: Parameter of the Beta distribution that two images are mixed by; 0: not at all.
         crop: Pixels by which an image is shifted at most.
-        flip: Whether images are mirrored at random. Off for SVHN: a mirrored digit is none.
+        flip: Whether images are mirrored at random. Off for SVHN: a mirrored digit is not a digit.
         max_norm: Largest norm of the gradient; 0: no limit.
         ema: Share that an average of the weights keeps at each step, and the average is what is saved; 0: no average.
         temperature: Of MoCo's loss.

@@ -10,7 +10,7 @@ let last = 0;
 let shownFlags = "";
 let thumbnails = new Map(); // number -> blob address
 
-// ---- asking the server
+// ---- requests
 
 function token() { return sessionStorage.getItem("nmd-token"); }
 
@@ -18,14 +18,14 @@ async function ask(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (token()) headers.Authorization = `Bearer ${token()}`;
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (response.status === 401) { askForToken(); throw new Error("The server asks for a token."); }
+  if (response.status === 401) { askForToken(); throw new Error("This server needs a token."); }
   return response;
 }
 
 async function askJson(path, options) {
   const response = await ask(path, options);
-  const answer = await response.json().catch(() => ({ error: "The server gave no answer that can be read." }));
-  if (!response.ok) throw new Error(answer.error || `The server said ${response.status}.`);
+  const answer = await response.json().catch(() => ({ error: "The server's answer could not be read." }));
+  if (!response.ok) throw new Error(answer.error || `The server answered ${response.status}.`);
   return answer;
 }
 
@@ -125,7 +125,7 @@ function drawStream() {
     add("line", { class: "rule", x1: 0, x2: width, y1: y(setup.threshold), y2: y(setup.threshold) });
     latest.forEach((item, i) => {
       const x = width - 8 - ((latest.length - 1 - i) * (width - 16)) / 199, top = y(item.score);
-      // Flagged ones are triangles: colour alone tells some people nothing.
+      // Flagged ones are triangles: not everyone can tell the colours apart.
       if (item.is_ood) add("path", { class: "dot bad", d: `M${x} ${top - 5}l5 9h-10z` });
       else add("circle", { class: "dot", cx: x, cy: top, r: 2.6 });
     });
@@ -156,7 +156,7 @@ function showMonitor(monitor) {
   byId("rate-text").textContent = `of the last ${count(monitor.n_window)}; ${percent(monitor.expected_ood_rate)} is usual` +
     (monitor.window_most_false === null || !monitor.window_n_flagged ? "" : `. At most ${count(monitor.window_most_false)} of these ${count(monitor.window_n_flagged)} flags are false, 95\u00a0% sure`);
   byId("evidence").textContent = odds(monitor.log10_evidence);
-  byId("evidence-text").textContent = `against “nothing has changed”; alarm at ${odds(monitor.log10_needed)}` + (monitor.every > 1 ? `. Neighbouring inputs resemble each other: one in ${monitor.every} is used` : "");
+  byId("evidence-text").textContent = `against “nothing has changed”; alarm at ${odds(monitor.log10_needed)}` + (monitor.every > 1 ? `. Neighbouring inputs are correlated: one in ${monitor.every} is used` : "");
   byId("meter").style.width = `${Math.max(0, Math.min(100, (100 * monitor.log10_evidence) / monitor.log10_needed))}%`;
   byId("meter").parentElement.classList.toggle("bad", monitor.drift);
   byId("guarantee").textContent = `${setup.guarantee} ${monitor.guarantee}`;
@@ -220,7 +220,7 @@ async function showFlagged(flagged) {
     const response = await ask(`/live/flagged/${item.number}`).catch(() => null);
     if (response && response.ok) thumbnails.set(item.number, URL.createObjectURL(await response.blob()));
   }));
-  if (key !== shownFlags) return; // newer ones have come meanwhile
+  if (key !== shownFlags) return; // newer ones have arrived meanwhile
   byId("flagged").replaceChildren(...flagged.filter((item) => thumbnails.has(item.number)).map((item) => {
     const entry = document.createElement("li"), picture = document.createElement("img"), text = document.createElement("span");
     picture.src = thumbnails.get(item.number);
@@ -240,10 +240,10 @@ async function poll() {
       setup = await askJson("/live/setup");
       byId("name").textContent = setup.name;
       if (!setup.history) document.querySelector(".column").append(byId("flagged-part")); // in its place, so that no column is empty
-      if (!setup.images) { byId("drop").hidden = true; problem("This detector does not know how to prepare images; send tensors to /v2/models."); }
+      if (!setup.images) { byId("drop").hidden = true; problem("This detector has no preprocessing for images; send tensors to /v2/models."); }
     }
     const live = await askJson(`/live?since=${last}`);
-    if (live.number < last) { last = 0; items = []; shownFlags = ""; } // the server began anew
+    if (live.number < last) { last = 0; items = []; shownFlags = ""; } // the server was restarted
     else { last = live.number; items = items.concat(live.items).slice(-KEPT); }
     showMonitor(live.monitor);
     drawStream();
