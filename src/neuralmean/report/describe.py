@@ -15,6 +15,7 @@ from neuralmean.detector.detector import Detector
 from neuralmean.models.layers import unwrap
 from neuralmean.report.analysis import Comparison, wilson
 from neuralmean.report.gather import SetResult
+from neuralmean.stats.calibration import likely_rates
 
 _REFERENCE = {
     "batchnorm": "the model's batch-norm buffers: training means without a pass over data",
@@ -105,8 +106,10 @@ def cautions(
     """Return what a reader must know before trusting the figures."""
     found = []
     rate = detector.false_alarm_rate
-    interval = wilson(inside.flagged, len(inside))
-    if interval.low > 100 * rate:
+    interval, calibration = wilson(inside.flagged, len(inside)), detector.calibrated()
+    # Both the images here and the scores that set the threshold are draws.
+    _, highest = likely_rates(len(calibration.scores), calibration.level)
+    if interval.low > 100 * highest:
         found.append(
             f"False alarms are {100 * inside.flagged:.1f} % of {len(inside):,} ID images, more than the {100 * rate:g} % "
             f"requested, and more than chance explains. {detector.guarantee}"
