@@ -56,7 +56,7 @@ class GuidedScorer(VectorScorer):
         self.learned: LogisticScorer | MlpScorer = _LEARNERS[learner]()
 
     def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
-        """Learn from `Observation`s of in-distribution and of out-of-distribution inputs."""
+        """Learn from each `Observation` of in-distribution and of out-of-distribution inputs."""
         nothing = torch.zeros(0, dtype=torch.int64)
         self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
         return self
