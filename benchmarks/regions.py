@@ -25,6 +25,7 @@ from benchmarks import subjects
 from neuralmean import Detector
 from neuralmean.data.images import ImageBatches
 from neuralmean.data.preprocessing import Preprocessing
+from neuralmean.detector import region_boxes
 from neuralmean.stats.metrics import evaluate
 from neuralmean.stats.regions import random_boxes
 
@@ -113,7 +114,9 @@ def main() -> None:
     parser.add_argument("--photos", type=Path, help="Folder with `train` and `val`: EfficientNet-Lite0 instead.")
     parser.add_argument("--fit", type=int, default=2000)
     parser.add_argument("--images", type=int, default=500)
+    parser.add_argument("--depth", type=float, default=region_boxes.DEPTH, help="Share of the watched layers to read.")
     args = parser.parse_args()
+    region_boxes.DEPTH = args.depth
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
     if args.photos is not None:

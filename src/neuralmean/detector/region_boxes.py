@@ -21,9 +21,8 @@ from neuralmean.stats.places import patch_grid
 from neuralmean.stats.regions import box_side, cell_weights, check_corners, clip_boxes, random_boxes
 
 # The share of the watched layers that is read, from the first on: each position of a deeper one has seen far more than the
-# box. Boxes with an SVHN digit in them against others, ResNet-56 and EfficientNet-Lite0: AUROC 86 and 82 with all layers,
-# 94 and 97 with the first half (`python -m benchmarks.regions`).
-_DEPTH = 0.5
+# box. `python -m benchmarks.regions --depth 1` reads all of them.
+DEPTH = 0.5
 _SMALLEST = 1 / 16  # of the side of an image
 _LEAST_PIXELS = 4.0
 
@@ -177,7 +176,7 @@ def boxes_to_calibrate(
 
 def region_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Return which of the watched layers are read inside boxes."""
-    return tuple(layers[: math.ceil(_DEPTH * len(layers))])
+    return tuple(layers[: math.ceil(DEPTH * len(layers))])
 
 
 class BoxMeans:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -121,6 +122,40 @@ class VectorScorer:
         """Raise unless `fit` was called."""
         if any(not hasattr(self, name) for name in self.learnt):
             raise NotFittedError(f"The {self.name!r} scorer is not fitted yet. Call `fit` before `score`.")
+
+
+class CrossFittedScorer(VectorScorer):
+    """Base of scorers that learn their scale on rows kept apart, and can score rows that were made of those they learn from."""
+
+    def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
+        """Learn from an `Observation` of in-distribution inputs and, where used, one of out-of-distribution inputs."""
+        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], torch.zeros(0, dtype=torch.int64), chosen=chosen)
+        return self
+
+    def fit_and_score(
+        self,
+        inliers: Any,
+        outliers: Any,
+        others: Any,
+        origin: Tensor,
+        *,
+        chosen: Tensor | None = None,
+        whole: bool = False,
+    ) -> Tensor:
+        """Learn as `fit` does, and score rows that were made of the inliers, each by what was learnt without its origin.
+
+        Args:
+            inliers: As for `fit`.
+            outliers: As for `fit`.
+            others: An `Observation` of M inputs, say of rotated copies.
+            origin: Which of the rows that are learnt from each was made of, int64 (M,).
+            chosen: As for `fit`.
+            whole: Whether to score all of them, where a fifth of many would be enough to measure on.
+
+        Returns:
+            Scores, shape (M,); NaN where the origin was in no fold.
+        """
+        raise NotImplementedError
 
 
 def check_two_classes(inliers: Tensor, outliers: Tensor | None, scorer: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from neuralmean.errors import InputError
-from neuralmean.scorers.base import JSON, Observation, VectorScorer
+from neuralmean.scorers.base import JSON, CrossFittedScorer, Observation, VectorScorer
 from neuralmean.scorers.folds import folds
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
@@ -24,7 +24,7 @@ SHARE = 1 / 3  # weight of the learnt part; the typicality score has deviation 1
 _LEARNERS: dict[str, type[LogisticScorer] | type[MlpScorer]] = {"logistic": LogisticScorer, "mlp": MlpScorer}
 
 
-class GuidedScorer(VectorScorer):
+class GuidedScorer(CrossFittedScorer):
     r"""Scores an input by its typicality, plus the positive part of a score learnt from examples.
 
     .. math::
@@ -55,12 +55,6 @@ class GuidedScorer(VectorScorer):
         self.typicality = TypicalityScorer(seed=seed)
         self.learned: LogisticScorer | MlpScorer = _LEARNERS[learner]()
 
-    def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
-        """Learn from each `Observation` of in-distribution and of out-of-distribution inputs."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
-        return self
-
     def fit_and_score(
         self,
         inliers: Any,
@@ -71,7 +65,7 @@ class GuidedScorer(VectorScorer):
         chosen: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """Learn as `fit` does, and score rows that were made of the inliers; see `TypicalityScorer.fit_and_score`."""
+        """Learn from inputs of both kinds; see `CrossFittedScorer`."""
         if outliers is None or not len(outliers):
             raise InputError(
                 "Expected `ood_data` to fit the 'guided' scorer, but got none. Pass some, or leave `scorer` out."

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from neuralmean.data.table import Blocks
 from neuralmean.errors import InputError
-from neuralmean.scorers.base import Observation, VectorScorer
+from neuralmean.scorers.base import CrossFittedScorer, Observation
 from neuralmean.scorers.folds import folds
 from neuralmean.scorers.statistics import (
     Sketch,
@@ -52,7 +52,7 @@ _REASONS = {
 }
 
 
-class TypicalityScorer(VectorScorer):
+class TypicalityScorer(CrossFittedScorer):
     r"""Sums up to four terms, each standardised on in-distribution rows that it was not learnt from.
 
     With :math:`x` the NMD vector, :math:`l` the logits and :math:`p` the softmax of the logits divided by their usual
@@ -98,12 +98,6 @@ class TypicalityScorer(VectorScorer):
         self.seed = seed
         self._most_clusters = CLUSTERS
 
-    def fit(self, inliers: Any, outliers: Any = None, chosen: Tensor | None = None) -> Self:
-        """Learn from an `Observation` of in-distribution inputs; out-of-distribution ones are not needed and not used."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        self.fit_and_score(inliers, outliers, inliers[slice(0, 0)], nothing, chosen=chosen)
-        return self
-
     def fit_and_score(
         self,
         inliers: Any,
@@ -114,19 +108,7 @@ class TypicalityScorer(VectorScorer):
         chosen: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """Learn as `fit` does, and score rows made from the inliers, each by what was learnt without its origin.
-
-        Args:
-            inliers: As for `fit`.
-            outliers: As for `fit`.
-            others: An `Observation` of M inputs, such as rotated copies.
-            origin: The inlier that each was made from, int64 (M,).
-            chosen: As for `fit`.
-            whole: Whether to score all of them, even if a fifth is enough to measure on.
-
-        Returns:
-            Scores, shape (M,); NaN where the origin was in no fold.
-        """
+        """Learn from in-distribution inputs alone; see `CrossFittedScorer`."""
         rows = torch.arange(len(inliers)) if chosen is None else chosen
         if len(rows) < LEAST_ROWS:
             raise InputError(
