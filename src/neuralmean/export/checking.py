@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-SCORE_TOLERANCE = 1e-3
-"""How far a score may be off; of scores beyond 10, a ten-thousandth."""
-BORDERLINE = 1e-4
-"""How near the threshold a score may lie on the other side."""
+SCORE_TOLERANCE = 1e-3  # how far a score may be off; of scores beyond 10, a ten-thousandth
+BORDERLINE = 1e-4  # how near the threshold a score may lie on the other side
 _OUTPUT_TOLERANCE = 1e-4
 _KIND_TOLERANCE = 1e-3  # of the p-values of kinds, besides two held-out scores that lie between
 _SIZES = (1, 2, 8)

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "neuralmean"
 VERDICTS = ("score", "p_value", "is_ood")
-RATE = "alarm_rate"
-"""Name of the optional input of an ONNX graph: inputs with a p-value of at most so much are flagged."""
+RATE = "alarm_rate"  # optional input of an ONNX graph: inputs with a p-value of at most so much are flagged
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,16 @@ def to_onnx(
     found = _capture(detector, example_input, input_shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.onnx warns of its own deprecations
-        names = {"input_names": list(found.inputs), "output_names": list(found.outputs)}
-        exported = torch.onnx.export(found.program, (), dynamo=True, verbose=False, **names)  # type: ignore[arg-type]
-    if exported is None:
-        raise InputError("Expected torch.onnx to return a graph, but it returned none. Use torch 2.6 or newer.")
+        options: dict[str, Any] = {"input_names": list(found.inputs), "output_names": list(found.outputs)}
+        exported: Any = torch.onnx.export(found.program, (), dynamo=True, verbose=False, **options)
     proto = exported.model_proto
     _name_batch(proto)
     proto.graph.input.append(onnx.helper.make_tensor_value_info(RATE, onnx.TensorProto.DOUBLE, []))
     onnx.helper.set_model_props(proto, {METADATA_KEY: found.header})
     content = proto.SerializeToString()
-    session = onnxruntime.InferenceSession(content)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3  # it warns that the rate is no constant
+    session = onnxruntime.InferenceSession(content, settings)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         feed = {name: value.contiguous().numpy() for name, value in zip(found.inputs, inputs, strict=True)}

@@ -120,12 +120,12 @@ def test_a_forked_process_runs_the_model(detector):
 
     def answer():
         torch.set_num_threads(1)
-        theirs.send(detector(images(2))[1].score)
+        theirs.send(detector(images(2))[1].score.tolist())
 
     child = multiprocessing.get_context("fork").Process(target=answer)
     child.start()
-    assert mine.poll(60)
-    torch.testing.assert_close(mine.recv(), detector.score(images(2)), rtol=1e-4, atol=1e-4)
+    assert mine.poll(120)
+    torch.testing.assert_close(torch.tensor(mine.recv()), detector.score(images(2)), rtol=1e-4, atol=1e-4)
     child.join()
 
 

@@ -37,10 +37,10 @@ def capture(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> E
     Raises:
         InputError: The module is not the same graph for all values, sizes and calls; the message is the reason.
     """
-    with torch.no_grad():
-        program = _export(module, inputs, any_size=any_size)
     with torch.enable_grad():
         other = _export(module, inputs, any_size=any_size)
+    with torch.no_grad():
+        program = _export(module, inputs, any_size=any_size)
     if str(program.graph) != str(other.graph):
         raise InputError("what it does depends on whether gradients are recorded")
     split_means(program.graph)

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
 Graph = Callable[[Sequence[Tensor]], list[Tensor]]
 
-N_RUNNERS = 4
-"""How many threads may run one graph at a time; more wait."""
-N_KEPT = 32
-"""Packages in the cache; beyond that, those that were not used for longest go."""
+N_RUNNERS = 4  # threads that may run one graph at a time; more wait
+N_KEPT = 32  # packages in the cache; beyond that, those that were not used for longest go
 LONGEST_S = 1800
 
 # Freezing folds norms into convolutions. How many threads a graph uses is decided when it runs, not when it is compiled.
