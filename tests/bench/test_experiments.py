@@ -150,6 +150,16 @@ def test_rows_say_how_many_images_the_fits_used(rows):
     assert average["fit_passes"] == 0
 
 
+def test_a_row_that_does_not_say_its_weights_digest_is_completed(folders, rows, tmp_path):
+    path = tmp_path / "rows.json"
+    old = [{key: value for key, value in row.items() if key != "weights_digest"} for row in of(rows, "variance")]
+    path.write_text(json.dumps(old))
+    where = {"data": folders / "data", "weights": folders / "weights", "out": path, "cache": folders / ".rows-cache"}
+    found = experiments.run(["variance"], limit=50, methods=["ours-lr", "ours-lr-nvd"], **where)
+    assert [row["weights_digest"] for row in found] == [row["weights_digest"] for row in of(rows, "variance")]
+    assert [row["seconds"] for row in found] == [row["seconds"] for row in old]  # nothing was measured again
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, while it packs the compiled graph
 def test_latency_has_times_of_a_frozen_detector(folders, tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ class ShapedFeature(Method):
     uses_outliers = True
     most_inliers: int | None = TUNED_ON
     most_outliers = TUNED_ON
-    version = 3
+    version = 2
 
     def __init__(self) -> None:
         self._detector: Any = None

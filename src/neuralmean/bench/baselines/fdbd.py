@@ -25,7 +25,6 @@ class Fdbd(Method):
     title = "fDBD"
     paper = "Liu & Qin, Fast Decision Boundary based Out-of-Distribution Detector, ICML 2024"
     reads = frozenset({"feature"})
-    version = 2
 
     def __init__(self) -> None:
         self._head: LinearHead | None = None

@@ -21,7 +21,6 @@ class Knn(FeatureDetector):
 
     name = "knn"
     title = "KNN"
-    version = 2
     paper = "Sun et al., Out-of-Distribution Detection with Deep Nearest Neighbors, ICML 2022"
 
     def make(self, context: Context) -> Any:

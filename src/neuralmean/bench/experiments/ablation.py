@@ -1,7 +1,6 @@
 """What the scorer for ID data alone is made of, and how it compares with every peer that needs no OOD data either.
 
-It was chosen on ResNet-56 and the four sets below, except that the reach term and the temperature were added after
-DenseNet-100 on CIFAR-100 had lost without them; the other models are for reporting only.
+What it was chosen on, and which models are for reporting only, is said in docs/typicality.md.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ class FullAccess(TableExperiment):
         "ours-lr",
         "ours-mlp",
         "typicality",
+        "guided",
     )
 
     def leaves_out(self, method: Method, model: str) -> bool:

@@ -22,7 +22,8 @@ from neuralmean.bench.protocols import Draw, EvalSet, FitSet
 from neuralmean.stats.discrepancy import Statistic
 
 BLOCKS = (2, 4, 8, 16)  # along each side of an image
-COUNTS = (500, 2000, 5000)
+USUAL = 2000  # ID images
+COUNTS = (500, USUAL, 5000)
 BANDWIDTHS = (0.1, 0.25, 0.5, 1.0, 2.0)  # of the median distance between inliers
 STATISTICS: dict[Statistic, str] = {"mean": "NMD", "variance": "NVD", "both": "NMD and NVD"}
 HEAVY = 500  # images of each set that kernels of pixels are judged by
@@ -38,7 +39,7 @@ class Variant:
     make: Callable[[], Method]
     method: str = "ours-lr"
     blocks: int = 4
-    images: int = 2000
+    images: int | None = None  # how many ID images; None for 2,000, or all where there are fewer
     full_access: bool = False  # to the OOD images of one set, which it is judged by
 
 
@@ -61,13 +62,12 @@ class Readings(Experiment):
         near = FitSet.of(bench.inputs.fit_part(FULL_ACCESS_FROM).limit(most), apart_from=[inside, *outside])
         wanted = bench.methods(self.methods)
         for variant in variants():
-            if variant.method not in wanted:
+            if variant.method not in wanted or (variant.images or 0) > most:
                 continue
-            chosen = inliers.draw(min(variant.images, len(inliers)), seed=bench.seed)
+            count = min(variant.images or USUAL, len(inliers))  # duplicates of test images are left out of 5,000
+            chosen = inliers.draw(count, seed=bench.seed)
             if variant.full_access:
-                draw = Draw(
-                    "full-access", chosen, near.draw(min(variant.images, len(near)), seed=bench.seed), bench.seed
-                )
+                draw = Draw("full-access", chosen, near.draw(min(count, len(near)), seed=bench.seed), bench.seed)
             else:
                 crafted = chosen.crafted(seed=bench.seed, blocks=variant.blocks)
                 draw = Draw("zero-shot", chosen, crafted, bench.seed)
@@ -117,7 +117,7 @@ def variants() -> Iterator[Variant]:
                 name = f"before the norm, standardised, {values}; {blocks} x {blocks} blocks"
                 yield Variant(name, lambda v=values: Reading("before", True, v), blocks=blocks)  # type: ignore[misc]
         for images in COUNTS:
-            if images != 2000:
+            if images != USUAL:
                 name = f"before the norm, standardised, {values}; {images} ID images"
                 yield Variant(name, lambda v=values: Reading("before", True, v), images=images)  # type: ignore[misc]
     for share in BANDWIDTHS:

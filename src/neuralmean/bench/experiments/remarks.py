@@ -16,14 +16,16 @@ REMARKS: dict[str, str] = {
     ),
     "sample-size": "Five draws of each size, judged by the same images; the spread is the standard deviation over the draws.",
     "readings": (
-        "Each line changes one thing. All are judged by the same 2,000 images of each set and fitted on 2,000 ID images and the "
-        "same images with permuted blocks, unless the line says otherwise. After the norm means the channel means of the batch "
+        "Each line changes one thing. All are judged by the same images of each set, at most 2,000 (tangent kernels: 500), and "
+        "fitted on at most 2,000 ID images and the same images with permuted blocks, or for NMD, NVD and both on OOD images of "
+        "CIFAR-100's train part, unless the line says otherwise. Rows with a limit have "
+        "no more images than it. After the norm means the channel means of the batch "
         "norm's output, which are a linear function of those of its input."
     ),
     "ablation": (
-        "No OOD image was used to fit anything here. The score was chosen on ResNet-56 and these sets, except that the "
-        "reach term and the temperature were added after DenseNet-100 on CIFAR-100 had lost without them; peers' settings "
-        "were chosen with test AUROC in view (docs/baselines.md). The other models are for reporting only."
+        "No OOD image was used to fit anything here. The score was chosen on ResNet-20 and -56, both DenseNet-100 and "
+        "EfficientNet-Lite0 with these sets in view (docs/typicality.md); peers' settings were chosen with test AUROC in "
+        "view too (docs/baselines.md). The other models are for reporting only."
     ),
     "methods": (
         "One fit of every method, all judged by the same images: fewer than elsewhere, for the sake of those that take "
@@ -63,8 +65,7 @@ REMARKS: dict[str, str] = {
         "The paper does not say which of its detectors table 2 shows, so both stand beside it. DenseNet-100, the one model "
         "that is the paper's own here, reproduces: SVHN to a few tenths, imagenet-crop to one point (Ours-LR) or two and a half "
         "(Ours-MLP), with crops that are not the ODIN release's. The small residual networks, which stand in for ResNet-34, "
-        "stay below it on SVHN: a direction learnt from CIFAR-100 is not quite the direction in which SVHN lies. "
-        "`Typicality`, which has seen no OOD image at all, is level with both or above them on nearly every set."
+        "stay below it on SVHN: a direction learnt from CIFAR-100 is not quite the direction in which SVHN lies."
     ),
     "more-datasets": (
         "Full access, as in the paper. Ours-LR comes out above the paper's figure for SVHN: with SVHN's own train images to "
@@ -76,8 +77,8 @@ REMARKS: dict[str, str] = {
         "The paper's times are from a GTX 1080 Ti; what compares across machines is the ratio to the plain forward pass of "
         "the same image, taken in turn. Every fit is timed from pixels, nothing of it comes from the cache; Ours-Avg has "
         "none, as its reference is the batch-norm buffers. NMD on one image costs less over a plain pass than in the paper, "
-        "less than KNN and a little more than ViM, which reads the last layer only. `Detector.freeze`, which runs the same pass "
-        "as one graph and is not measured here, costs less than the plain pass. The order of the others is "
+        "less than KNN and a little more than ViM, which reads the last layer only. `Detector.freeze` runs the same pass "
+        "as one graph: its lines say `frozen`. The order of the others is "
         "the paper's (fine-tuned ones one pass; ODIN and G-ODIN two with a gradient) except at its end: Mahalanobis, with its "
         "perturbed pass for each stage, is slower here than Gram, whose powers of products are one pass. GOOD scores with a "
         "small network of its own. Fine-tuned methods have a small budget and heavy ones are judged by 1,000 images, so that "

@@ -25,6 +25,7 @@ from neuralmean.models.fingerprint import fingerprint
 from neuralmean.stats import metrics
 
 RESAMPLES = 200
+_ABOUT_WEIGHTS = ("weights_digest", "model_accuracy", "recipe")
 _FIGURES = ("auroc", "tnr95", "accuracy", "aupr_id", "aupr_ood")
 
 
@@ -169,8 +170,14 @@ class Workbench:
         self.results.add(*rows)
 
     def is_open(self, row: Row) -> bool:
-        """Whether a row has yet to be made: it is not in the results, or rows are to be made again."""
-        return self.again or self.results.find(row) is None
+        """Whether a row has yet to be made: it is not in the results, or rows are to be made again.
+
+        A row that was made of the same weights before rows said more about them is completed.
+        """
+        held = self.results.find(row)
+        if held is not None and "weights_digest" not in held:
+            self.results.add({**held, **{name: row[name] for name in _ABOUT_WEIGHTS}})
+        return self.again or held is None
 
     def blank(
         self,
