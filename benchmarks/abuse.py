@@ -2,7 +2,8 @@
 
 Starts the command on a small detector and sends requests from several threads: good ones among headers that are too large,
 bodies that are too large or not what they say, connections that stop half-way, foreign origins and hosts, and bytes that are
-no HTTP. Beside them health is asked for ten times a second. Prints one JSON object.
+no HTTP. Beside them some connections send a byte of a header now and then, and health is asked for ten times a second. Prints one
+JSON object.
 
     python -m benchmarks.abuse --requests 10000
 """
@@ -41,6 +42,7 @@ from neuralmean.models.spec import resolve
 HOST = "127.0.0.1"
 SPEC = "bench:resnet20"
 N_IMAGES = 32
+DRIPPING = 20  # connections that send a byte of a header now and then
 HALF_OPEN = 300  # connections that are left half-way at a time, more than a client may have
 
 
@@ -57,7 +59,17 @@ class Target:
         self.inputs = how.normalise(pixels[300 : 300 + N_IMAGES])
         self.expected = detector.predict(self.inputs)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "neuralmean", "serve", str(self.path), "--port", "0"],
+            [
+                sys.executable,
+                "-m",
+                "neuralmean",
+                "serve",
+                str(self.path),
+                "--port",
+                "0",
+                "--history",
+                str(folder / "h.db"),
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -111,6 +123,14 @@ class Client:
             ),
             (2, "foreign reset", lambda: self.post("/live/reset", b"", {403}, **{"Sec-Fetch-Site": "cross-site"})),
             (3, "foreign host", lambda: self.post("/score", self.target.files[0], {403}, Host="evil.example")),
+            (2, "foreign picture", lambda: self.raw(FOREIGN_PICTURE, {403})),
+            (2, "JSON bomb", lambda: self.post("/v2/models/abused/infer", JSON_BOMB, {413})),
+            (1, "pixel bomb", lambda: self.post("/score", PIXEL_BOMB, {413})),
+            (
+                2,
+                "many at once",
+                lambda: self.raw(_head("GET", "/metrics") + b"\r\n" + (_head("GET", "/") + b"\r\n") * 500, {200}),
+            ),
             (3, "no HTTP", lambda: self.raw(os.urandom(300) + b"\r\n\r\n", {400})),
         ]
 
@@ -202,6 +222,37 @@ class Client:
             self.half_open.pop(0).close()
 
 
+class Dripping:
+    """Connections whose headers never end, each a byte now and then; those that are hung up on are opened again."""
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._done, self.n_opened = target, threading.Event(), 0
+        self._thread = threading.Thread(target=self._drip)
+
+    def __enter__(self) -> Dripping:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _drip(self) -> None:
+        clients: dict[int, socket.socket] = {}
+        while not self._done.wait(0.5):
+            for number in range(DRIPPING):
+                try:
+                    if number not in clients:
+                        clients[number] = socket.create_connection((HOST, self._target.port), timeout=5)
+                        self.n_opened += 1
+                        clients[number].sendall(_head("GET", "/metrics") + b"X-Slow: ")
+                    clients[number].sendall(b"x")
+                except OSError:
+                    clients.pop(number).close() if number in clients else None
+        for client in clients.values():
+            client.close()
+
+
 def _head(method: str, path: str, **headers: str) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join(lines).encode() + b"\r\n"
@@ -213,7 +264,17 @@ def _png(pixels: np.ndarray[Any, Any]) -> bytes:
     return buffer.getvalue()
 
 
+def _wide_png(side: int) -> bytes:
+    """Return a PNG of one colour: 70 kB in the file, 75 MB unpacked."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 BOMB = gzip.compress(bytes(200 * 2**20), 9)
+JSON_BOMB = b'{"inputs":[' + b"[[[]]]," * 2**20 + b"1]}"
+PIXEL_BOMB = _wide_png(5001)
+FOREIGN_PICTURE = _head("GET", "/history/pictures/1", **{"Sec-Fetch-Site": "cross-site"}) + b"\r\n"
 
 
 class Health:
@@ -254,7 +315,7 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
         try:
             Client(target, -1).run(100)  # what is loaded and allocated once
             clients = [Client(target, seed) for seed in range(threads)]
-            with Health(target) as health:
+            with Health(target) as health, Dripping(target) as dripping:
                 running = [threading.Thread(target=client.run, args=(requests // threads,)) for client in clients]
                 for thread in running:
                     thread.start()
@@ -268,6 +329,7 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
         "requests": requests,
         "wrong": [line for client in clients for line in client.wrong][:10],
         "outcomes": dict(sorted(outcomes.items())),
+        "slow_connections": dripping.n_opened,
         "health_asked": len(health.seconds),
         "health_slowest_s": round(max(health.seconds), 3),
         "memory_mb": {
@@ -276,6 +338,7 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
             "peak": round(max(memory)),
         },
         "exit_code": code,
+        "last_logged": target.log[-5:] if code else [],
         "errors_logged": [line for line in target.log if " ERROR " in line or "Traceback" in line][:5],
     }
 

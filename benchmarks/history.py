@@ -8,6 +8,7 @@ Prints a line for each promise. The answers are those of the service, through it
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sqlite3
@@ -28,25 +29,39 @@ from neuralmean.service import Settings, create_app
 from neuralmean.service.history import SPANS, History, HistoryRow, read_rows
 
 _PART = 50_000
-_KINDS = ("typical",) * 19 + ("content",)
 
 
-def write(path: Path, n_rows: int, bound: int) -> int:
-    """Write rows of 80 days as fast as the file takes them; return the largest size of the file and its log, in bytes."""
-    history, largest = History(path, days=365, max_bytes=bound), 0
+def fill(path: Path, n_rows: int) -> None:
+    """Make a history of 80 days with so many rows and 1,000 alarms, by SQL: a service takes weeks."""
+    History(path).close()
     begin, every = time.time() - 80 * 86400, 80 * 86400 / n_rows
-    for first in range(1, n_rows + 1, _PART):
-        numbers = range(first, min(first + _PART, n_rows + 1))
-        history.add(
-            [
-                HistoryRow(n, begin + n * every, n / 7, (n % 1000 + 1) / 1001, n % 20 == 19, _KINDS[n % 20], n % 10)
-                for n in numbers
-            ]
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :most) "
+            "INSERT INTO items SELECT n, :begin + n * :every, n / 7.0, (n % 1000 + 1) / 1001.0, n % 20 = 19, "
+            "iif(n % 20 = 19, 'content', 'typical'), n % 10 FROM numbers",
+            {"most": n_rows, "begin": begin, "every": every},
         )
-        if first % (10 * _PART) == 1:
-            for alarm in range(2):
-                history.begin_alarm({"item": first + alarm, "since": [first, first], "examples": [], "sentence": ""})
-                history.end_alarm()
+        for table, seconds in (("minutes", 60), ("hours", 3600)):
+            connection.execute(
+                f"INSERT INTO {table} SELECT CAST(time / {seconds} AS INTEGER) * {seconds}, min(number), count(*), sum(is_ood) "
+                "FROM items GROUP BY 1"
+            )
+        content = json.dumps(
+            {"item": 1, "since": [1, 1], "examples": list(range(12)), "sentence": "Most inputs look unusual."}
+        )
+        alarms = [(begin + alarm * 6900, begin + alarm * 6900 + 60, content) for alarm in range(1000)]
+        connection.executemany("INSERT INTO alarms (time, ended, content) VALUES (?, ?, ?)", alarms)
+
+
+def write_on(path: Path, n_rows: int, bound: int) -> int:
+    """Write rows to a history as fast as it takes them; return the largest size of the file and its log meanwhile, in bytes."""
+    history, largest = History(path, days=365, max_bytes=bound), 0
+    while history.n_tidied == 0:  # the bound may be smaller than the file is
+        time.sleep(0.05)
+    for first in range(1, n_rows + 1, _PART):
+        now = time.time()
+        history.add([HistoryRow(n, now, 1.0, 0.5, False, "typical", 1) for n in range(first, first + _PART)])
         while history.n_waiting:
             time.sleep(0.005)
         largest = max(largest, sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*")))
@@ -107,16 +122,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for name, bound in (("unbounded.db", 2**40), ("bounded.db", arguments.bound)):
-            path = Path(folder) / name
-            largest = write(path, arguments.rows, bound)
-            size = path.stat().st_size
-            print(
-                f"{arguments.rows:,} rows, bound {bound:,} bytes: {size:,} bytes, {largest:,} at most with the log",
-                flush=True,
-            )
-            for address, seconds in answers(path):
-                print(f"  {address}: {1000 * seconds:.0f} ms", flush=True)
+        path = Path(folder) / "history.db"
+        fill(path, arguments.rows)
+        print(f"{arguments.rows:,} rows: {path.stat().st_size:,} bytes", flush=True)
+        for address, seconds in answers(path):
+            print(f"  {address}: {1000 * seconds:.0f} ms", flush=True)
+        largest = write_on(path, 10 * _PART, arguments.bound)
+        print(
+            f"bound of {arguments.bound:,} bytes: {path.stat().st_size:,}, {largest:,} at most with the log", flush=True
+        )
         found = [kill(Path(folder) / "killed.db", 2 + 0.17 * turn) for turn in range(arguments.kills)]
         lost = max((lost for lost, _ in found), default=0.0)
         print(f"{arguments.kills} kills: {lost:.2f} s lost at most, {sum(sound for _, sound in found)} files sound")

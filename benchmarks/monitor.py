@@ -82,7 +82,8 @@ def observe(arguments: argparse.Namespace) -> tuple[Detector, Found]:
     found = {}
     for name in SETS:
         images = _images(arguments.data, name)
-        images = images[np.sort(np.random.default_rng(1).permutation(len(images))[: arguments.limit])]
+        most = arguments.limit if name == "cifar10-test" else arguments.outside
+        images = images[np.sort(np.random.default_rng(1).permutation(len(images))[:most])]
         parts = [_observe(detector, trained.preprocess(images[i : i + 128])) for i in range(0, len(images), 128)]
         scores, vectors_ = zip(*parts, strict=True)
         found[name] = (torch.cat(scores), torch.cat(vectors_))
@@ -187,7 +188,8 @@ def main() -> None:
     parser.add_argument("--model", default="resnet56")
     parser.add_argument("--scorer", default=None)
     parser.add_argument("--fit", type=int, default=5000, help="training images to fit on")
-    parser.add_argument("--limit", type=int, default=10_000, help="images of each set")
+    parser.add_argument("--limit", type=int, default=10_000, help="images of CIFAR-10 test")
+    parser.add_argument("--outside", type=int, default=10_000, help="images of CIFAR-100 and of SVHN")
     parser.add_argument("--held-out", type=int, default=1000)
     parser.add_argument("--turn", type=int, default=2000)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))

@@ -107,10 +107,6 @@ def test_a_model_of_images_has_no_lengths() -> None:
         detector.calibrate(images, groups="length")
 
 
-def test_an_encoder_without_classes_gets_the_scorer_of_layers_with_the_width_of_each(fitted: Detector) -> None:
-    assert (fitted.scorer.name, fitted.scorer.widths) == ("layers", [16, 16])  # type: ignore[attr-defined]
-
-
 def test_each_token_has_its_share_of_the_score_and_padding_has_none(fitted: Detector) -> None:
     batches = _batches(40, 7)
     maps = fitted.locate(batches)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 
 from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.service import create_app, serve
-from neuralmean.service.launch import _listen, _server, address, load_served, run_server
+from neuralmean.service.launch import _listen, _server, address, load_served, run_server, wait_for_threads
 from tests.service.conftest import PREPROCESSING, png
 
 SPEC = "tests.conftest:make_trained"
@@ -222,3 +223,17 @@ def _wait_for_queue(port):
             return
         threading.Event().wait(0.005)
     raise AssertionError("the requests did not arrive")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a process's threads")
+def test_the_end_waits_for_threads_to_have_ended_for_the_system():
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait)
+    thread.start()
+    begin = time.monotonic()
+    wait_for_threads({thread.native_id}, seconds=0.1)
+    assert time.monotonic() - begin >= 0.1
+    threading.Timer(0.1, go_on.set).start()
+    wait_for_threads({thread.native_id}, seconds=30)
+    assert not Path(f"/proc/self/task/{thread.native_id}").exists()
+    thread.join()

@@ -22,7 +22,7 @@ from neuralmean.detector.kinds import Kinds
 from neuralmean.models.layers import Layer
 from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, Observer, PermuteBlocks, RotateSome
 from neuralmean.recording.reference import Reference
-from neuralmean.scorers import AverageScorer, LayersScorer, Observation, Scorer
+from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
 from neuralmean.stats.calibration import Calibration, check_enough, examples_needed
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
@@ -148,15 +148,6 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         scores, source = _streamed_scores(data, options)
     else:
         parts = data.into_observations(partial(observe, Vectors(setup.statistic, reference, scale)))
-        if (
-            ood_data is None
-            and setup.scorer is None
-            and not options.early_exit
-            and _has_no_classes(data, parts["inliers"])
-        ):
-            scorer = LayersScorer()
-        if isinstance(scorer, LayersScorer) and not scorer.widths:
-            scorer.widths = [layer.channels for layer in setup.layers] * (1 + (setup.statistic == "both"))
         origin = torch.tensor(augment.origin) if isinstance(augment, RotateSome) else None
         scores, source = fitting.fit_and_score_inliers(
             scorer, **parts, rotated_of=origin, rate=options.rate, confidence=options.confidence
@@ -178,11 +169,6 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
         grouped_by=grouped_by,
     )
     return (learnt if held_out is None else replace(learnt, profile=profile.profile())), observer
-
-
-def _has_no_classes(data: FitData, inliers: Observation) -> bool:
-    """Whether inputs are tokens and the model, an encoder, has no logits: the typicality of a class says little then."""
-    return bool(data.inliers.lengths) and inliers.logits is None
 
 
 def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | None:

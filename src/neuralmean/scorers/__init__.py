@@ -13,7 +13,6 @@ from neuralmean.scorers.average import AverageScorer
 from neuralmean.scorers.base import JSON, Observation, Scorer, VectorScorer
 from neuralmean.scorers.check import check_scorer
 from neuralmean.scorers.guided import GuidedScorer
-from neuralmean.scorers.layers import LayersScorer
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
 from neuralmean.scorers.typicality import TypicalityScorer
@@ -22,7 +21,6 @@ __all__ = [
     "SCORERS",
     "AverageScorer",
     "GuidedScorer",
-    "LayersScorer",
     "LogisticScorer",
     "MlpScorer",
     "Observation",
@@ -36,7 +34,6 @@ __all__ = [
 _KINDS: tuple[type[VectorScorer], ...] = (
     AverageScorer,
     GuidedScorer,
-    LayersScorer,
     LogisticScorer,
     MlpScorer,
     TypicalityScorer,

@@ -74,7 +74,7 @@ class History:
         self._items: list[tuple[Any, ...]] = []
         self._pictures: list[tuple[int, bytes]] = []
         self._alarms: list[tuple[str, float, str | None]] = []  # what, when, content
-        self.n_dropped = 0
+        self.n_dropped = self.n_tidied = 0
         self._connection = _open_to_write(self.path)
         (last,) = self._connection.execute("SELECT coalesce(max(number), 0) FROM items").fetchone()
         self.base = int(last)  # item numbers continue those of an earlier run
@@ -175,7 +175,9 @@ class History:
             connection.execute(f"DELETE FROM pictures WHERE number NOT IN ({keep})", (self.n_pictures,))
         if self._used() > self.max_bytes:
             self._shrink()
-        self._connection.executescript("PRAGMA incremental_vacuum;")  # `execute` takes one step, which frees one page
+        self.n_tidied += 1
+        # By `executescript`, as `execute` takes one step, which frees one page. The file shrinks when the log is merged into it.
+        self._connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
     def _shrink(self) -> None:
         """Delete the oldest decisions until a tenth of the room is free, in small transactions."""

@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,7 @@ def run_server(
     ready = f"Serving {app.state.service.name} on {address(listening)}"
     with listening, _switching(SWITCH_S):
         _server(config, ready).run(sockets=[listening])
+    wait_for_threads(app.state.service.thread_ids)
 
 
 def add_companions(app: FastAPI, *, host: str, grpc_port: int | None, telemetry: bool) -> None:
@@ -107,6 +109,17 @@ def add_companions(app: FastAPI, *, host: str, grpc_port: int | None, telemetry:
         sender = Telemetry(lambda: service.live.monitor, lambda: service.batcher)
         service.companions.append(sender)
         app.add_middleware(TraceRequests, telemetry=sender)
+
+
+def wait_for_threads(ids: Collection[int], seconds: float = 5.0) -> None:
+    """Wait, on Linux, until threads that have ended for Python have ended for the system too.
+
+    The last thing that torch does on a thread is to ask for Python. Where Python has come to its end by then, the process is
+    aborted.
+    """
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/self/task/{number}").exists() for number in ids) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -67,6 +68,7 @@ class Service:
         )
         self._decoders: ThreadPoolExecutor | None = None
         self._watchers: ThreadPoolExecutor | None = None
+        self.thread_ids: set[int] = set()  # of the threads that worked here, as the system numbers them
         self.companions: list[Companion] = []  # run as long as the worker does: gRPC, telemetry
 
     @asynccontextmanager
@@ -94,6 +96,7 @@ class Service:
                 started.append(companion)
             yield
         finally:
+            self.thread_ids |= _thread_ids()
             saving.cancel()
             for companion in reversed(started):
                 await companion.stop()
@@ -104,6 +107,7 @@ class Service:
             await asyncio.to_thread(self.live.save)
             if self.live.history is not None:
                 await asyncio.to_thread(self.live.history.close)
+            self.thread_ids |= _thread_ids()
 
     def _warm_up(self, example: torch.Tensor | None, n_threads: int) -> list[Runner]:
         """Run the model once if the size of its input is known, so that the first request is as fast as the next."""
@@ -142,6 +146,11 @@ class Service:
         """Refuse unless this is the model's name."""
         if name != self.name or version != VERSION:
             raise Refusal(404, f"Expected the model {self.name!r} (version {VERSION}), but got {name[:80]!r}.")
+
+
+def _thread_ids() -> set[int]:
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return {thread.native_id for thread in threads if thread.native_id is not None}
 
 
 def _input_shape(preprocessing: Preprocessing | None) -> tuple[int | None, ...] | None:
