@@ -241,7 +241,10 @@ def test_a_link_put_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".out.000000000000.nmd-tmp").symlink_to("victim")
-    with pytest.raises(ArtefactError, match="the system said: File exists"), write_atomically(tmp_path / "out") as file:
+    with (
+        pytest.raises(ArtefactError, match="the system reported: File exists"),
+        write_atomically(tmp_path / "out") as file,
+    ):
         file.write(b"new")
     assert (tmp_path / "victim").read_text() == "precious"
 

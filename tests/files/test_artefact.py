@@ -204,5 +204,5 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_told(saved, monkeypatch
     ).encode()
     saved.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     monkeypatch.setattr(os, "fstat", lambda descriptor: Status(real(descriptor)))
-    with pytest.raises(ArtefactError, match="to stay as it is while it is read, but it became shorter. Try again"):
+    with pytest.raises(ArtefactError, match="not to change while it is read, but it became shorter. Try again"):
         Artefact.read(saved)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from neuralmean.detector.decision import Decision
 from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
-from neuralmean.stats.calibration import MAX_SCORES, Calibration, check_rate, examples_needed
+from neuralmean.stats.calibration import (
+    MAX_SCORES,
+    Calibration,
+    check_rate,
+    examples_for_twice,
+    examples_needed,
+    likely_rates,
+)
 
 
 def _reference_p_value(calibration_scores, score):
@@ -159,7 +166,8 @@ def test_each_group_has_its_own_threshold_and_small_ones_share_one():
     assert (calibration.groups["a"].false_alarm_rate, calibration.groups["a"].confidence) == (0.05, None)
     assert calibration.pooled == ("7", "c")
     assert calibration.pool.scores.tolist() == scores[30:].tolist()
-    found = calibration.parts(["a", 7, "new", "a"], 4)
+    with pytest.warns(CalibrationWarning, match="1 of the groups had no held-out examples: 'new'"):
+        found = calibration.parts(["a", 7, "new", "a"], 4)
     assert [(rows.tolist(), part is calibration.pool) for rows, part in found] == [([0, 3], False), ([1, 2], True)]
 
 
@@ -202,3 +210,25 @@ def test_groups_are_thinned_one_by_one():
     calibration = Calibration.of(scores, 0.05, groups=["a"] * 24_000 + ["b"] * 1_000)
     assert [len(calibration.groups[name].scores) for name in ("a", "b")] == [MAX_SCORES, 1000]
     assert bool((calibration.scores.diff() >= 0).all())
+
+
+@pytest.mark.parametrize(("count", "level"), [(199, 0.05), (99, 0.01), (40, 0.2)])
+def test_the_range_of_rates_is_that_of_thresholds_set_on_many_draws(count, level):
+    """Uniform scores: the rate of a threshold t is 1 - t."""
+    draws = torch.rand(4000, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rates = torch.tensor([1 - Calibration.of(scores, level).threshold for scores in draws])
+    low, high = likely_rates(count, level)
+    assert (rates < low).double().mean().item() == pytest.approx(0.025, abs=0.01)
+    assert (rates > high).double().mean().item() == pytest.approx(0.025, abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+def test_as_many_examples_as_it_takes_keep_a_rate_below_twice_the_one_asked_for(rate):
+    enough = examples_for_twice(rate)
+    assert likely_rates(enough, rate)[1] <= 2 * rate < likely_rates(enough - examples_needed(rate) - 1, rate)[1]
+
+
+def test_known_groups_need_no_warning():
+    labels = ["a"] * 30 + ["b"] * 30
+    calibration = Calibration.of(torch.arange(60.0), 0.05, groups=labels)
+    assert [rows.tolist() for rows, _ in calibration.parts(["b", "a"], 2)] == [[1], [0]]
