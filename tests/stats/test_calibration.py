@@ -231,4 +231,4 @@ def test_as_many_examples_as_it_takes_keep_a_rate_below_twice_the_one_asked_for(
 def test_known_groups_need_no_warning():
     labels = ["a"] * 30 + ["b"] * 30
     calibration = Calibration.of(torch.arange(60.0), 0.05, groups=labels)
-    assert [rows.tolist() for rows, _ in calibration.parts(["b", "a"], 2)] == [[1], [0]]
+    assert [rows.tolist() for rows, _ in calibration.parts(["b", "a"], 2)] == [[0], [1]]
