@@ -50,7 +50,7 @@ def test_texts_are_fitted_scored_and_explained(nmd, encoder):
     code, out, _ = nmd("explain", "m.nmd", "new.jsonl:2", "--format", "json")
     answer = json.loads(out)
     words = [word for word, _ in answer["tokens"]]
-    assert (code, answer["path"], answer["score"]) == (0, "new.jsonl:2", rows[1]["score"])
+    assert (code, answer["path"], answer["score"]) == (0, "new.jsonl:2", pytest.approx(rows[1]["score"], rel=1e-5))
     assert (words[0], words[-1], len(words)) == ("[CLS]", "[SEP]", len(answer["tokens"]))
     code, out, _ = nmd("explain", "m.nmd", "new.jsonl")
     assert code == 0

@@ -176,7 +176,7 @@ def test_a_monitor_that_is_killed_goes_on_from_its_state_and_ends_in_the_same(se
     seconds = _duration(server, actors.watch, str(artefact), str(whole))
     expected = Artefact.read(whole)
     n_items = 60 * actors.STREAM_BATCH
-    assert expected.header["n"][0] == n_items
+    assert expected.header["counters"]["n_seen"] == n_items
     assert expected.header["alarm"]["item"] >= n_items // 2  # the change is part of what has to survive
     rng = random.Random(4)
     moments = set()
@@ -186,7 +186,7 @@ def test_a_monitor_that_is_killed_goes_on_from_its_state_and_ends_in_the_same(se
         for attempt in count_from():  # killed until it is through: every start goes on where the last one was
             wait = rng.uniform(0.2, 0.9) * seconds * (1 + attempt / 5)
             killed = _run_and_kill(server, wait, actors.watch, str(artefact), str(state))
-            before, seen = seen, Artefact.read(state).header["n"][0] if state.exists() else 0
+            before, seen = seen, Artefact.read(state).header["counters"]["n_seen"] if state.exists() else 0
             assert seen % actors.STREAM_BATCH == 0
             assert seen >= before
             if not killed:

@@ -136,7 +136,7 @@ class TestOwnCode:
         [
             (
                 "resnet18",
-                "`torchvision:NAME` or `bench:NAME`, but got 'resnet18'. Did you mean 'timm:resnet18'?",
+                "`bench:NAME` or `hf:DIR`, but got 'resnet18'. Did you mean 'timm:resnet18'?",
             ),
             ("My Model", "but got 'My Model'."),
             ("timm:", "Expected a model as `package.module:callable`"),

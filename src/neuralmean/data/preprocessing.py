@@ -144,7 +144,7 @@ class Preprocessing:
             >>> import torch
             >>> preprocessing = Preprocessing((8, 8), (0.5,) * 3, (0.5,) * 3)
             >>> preprocessing.place_boxes(torch.tensor([[8.0, 0.0, 16.0, 16.0]]), (16, 24)).tolist()
-            [[0.0, 0.0, 4.0, 8.0]]
+            [[2.0, 0.0, 6.0, 8.0]]
         """
         if self.size is None:
             return boxes

@@ -52,6 +52,7 @@ class KindScorer:
     usual_: Tensor
     widths_: Tensor
     line_: Tensor
+    _widths: list[int]  # the same as numbers: a captured graph must not read them off a tensor
 
     def fit(self, vectors: Tensor, column_layers: Tensor, n_layers: int) -> Self:
         """Learn from the vectors (N, D) of in-distribution inputs.
@@ -64,6 +65,7 @@ class KindScorer:
         is_twice = bool((column_layers.diff() < 0).any())  # first the means, then the deviations: the means are read
         layers = column_layers[: len(column_layers) // 2] if is_twice else column_layers
         self.widths_ = layers.bincount(minlength=n_layers)
+        self._widths = self.widths_.tolist()
         moments = Moments.of_blocks((block[:, : len(layers)] for block in Blocks(vectors)), len(layers))
         self.usual_ = torch.stack([moments.mean, scale_of(moments)]).float()
         spreads = torch.cat([self._spreads(block) for block in Blocks(vectors)]).double()
@@ -97,7 +99,7 @@ class KindScorer:
         """Return the spread of each layer, (N, L)."""
         mean, deviation = self.usual_
         distances = ((vectors[:, : len(mean)].float() - mean) / deviation).abs()
-        means = [part.mean(dim=1) for part in distances.split(self.widths_.tolist(), dim=1)]
+        means = [part.mean(dim=1) for part in distances.split(self._widths, dim=1)]
         return torch.stack(means, dim=1).clamp_min(_LEAST_SPREAD).log()
 
     def state(self) -> dict[str, Tensor]:
@@ -115,7 +117,7 @@ class KindScorer:
         is_right = is_right and widths.dim() == 1 and widths.dtype == torch.int64 and bool((widths > 0).all())
         if not is_right or widths.sum() != usual.shape[1] or line.shape != (len(widths) + 1,):
             raise ArtefactError("the kinds are not what was learnt from vectors")
-        self.usual_, self.widths_, self.line_ = usual, widths, line
+        self.usual_, self.widths_, self.line_, self._widths = usual, widths, line, widths.tolist()
         return self
 
 

@@ -22,8 +22,8 @@ def size_edges(least: float, most: float, *, ranges: int = _MOST) -> Tensor:
     """Return the limits of ranges of sizes, float64 (B + 1,), each about 1.4 times the one before, or more of a wide span.
 
     Example:
-        >>> size_edges(8.0, 32.0).tolist()
-        [8.0, 11.313708498984761, 16.0, 22.627416997969522, 32.0]
+        >>> [round(edge, 3) for edge in size_edges(8.0, 32.0).tolist()]
+        [8.0, 11.314, 16.0, 22.627, 32.0]
     """
     least, most = max(least, 1e-9), max(most, least * (1 + 1e-9), 1e-9)
     count = max(1, min(ranges, round(math.log(most / least) / math.log(_RATIO))))

@@ -89,7 +89,7 @@ class TestReading:
         pq.write_table(pa.table({"x": [png(1)], "y": [png(2)]}), tmp_path / "two.parquet")
         assert Chunks(tmp_path / "one.parquet").count() == 1
         assert Chunks(tmp_path / "two.parquet", column="y").count() == 1
-        with pytest.raises(InputError, match="Say which with `column`"):
+        with pytest.raises(InputError, match="Choose one with `column`"):
             Chunks(tmp_path / "two.parquet").count()
         with pytest.raises(InputError, match="to have a column 'z', but it has"):
             Chunks(tmp_path / "two.parquet", column="z").count()

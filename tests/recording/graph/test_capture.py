@@ -57,7 +57,7 @@ def test_a_service_goes_on_with_the_model_that_is_no_fixed_graph(kind, caplog):
     runner = Runner(detector, Threads(1, 1))
     with caplog.at_level("INFO", "neuralmean.service"):
         freeze_later(detector, [runner], images(1)).join()
-    assert f"not compiled: Expected {kind.__name__} to be a fixed graph" in caplog.text
+    assert f"without compilation: Expected {kind.__name__} to be a fixed graph" in caplog.text
     assert not detector.is_frozen
 
 

@@ -30,10 +30,10 @@ REMARKS: dict[str, str] = {
     "methods": (
         "One fit of every method, all judged by the same images: fewer than elsewhere, for the sake of those that take "
         "gradients or train. What learns from OOD images, or is tuned on some, got those of CIFAR-100, so that it has seen "
-        "that set's train images and none of the others'. `full-access` has ODIN, Mahalanobis, Ours-LR and Ours-MLP with each "
-        "set's own images, OE, Energy-FT and GOOD too on ResNet-56 but not on DenseNet-100, and not ReAct, ASH-S, SCALE, NCI and "
-        "NAC. The fine-tuned ones had a budget of minutes, GOOD a small network of its own, CNTK and SCNTK look at pixels and "
-        "not at the model: docs/baselines.md says what was scaled down."
+        "that set's train images and none of the others'. `full-access` has ODIN, Mahalanobis, Ours-LR, Ours-MLP and "
+        "Guided with each set's own images, OE, Energy-FT and GOOD too on ResNet-56 but not on DenseNet-100, and not "
+        "ReAct, ASH-S, SCALE, NCI and NAC. The fine-tuned ones had a budget of minutes, GOOD a small network of its own, "
+        "CNTK and SCNTK look at pixels and not at the model: docs/baselines.md says what was scaled down."
     ),
     "statistical": (
         "Differences from the paper have several causes. The weights at hand may be trained for a few epochs only (their "

@@ -175,7 +175,7 @@ class Workbench:
         A row that was made of the same weights before rows said more about them is completed.
         """
         held = self.results.find(row)
-        if held is not None and "weights_digest" not in held:
+        if held is not None and "weights_digest" not in held and "weights_digest" in row:
             self.results.add({**held, **{name: row[name] for name in _ABOUT_WEIGHTS}})
         return self.again or held is None
 
