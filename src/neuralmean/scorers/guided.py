@@ -108,7 +108,7 @@ class GuidedScorer(CrossFittedScorer):
         """Return the terms of no channel, (N,) each: the terms of the typicality, and *learnt*."""
         own = {name: value / self.std_[0] for name, value in self.typicality.terms(vectors).items()}
         own["constant"] = own["constant"] - self.mean_[0] / self.std_[0]
-        return {**own, "learnt": self.score(vectors) - self._standard(self._both(vectors))[:, 0]}
+        return {**own, "learnt": self._evidence(self.learned.score(vectors.vector.float()))}
 
     def left_out(self) -> dict[str, str]:
         """Return the terms that are left out, each with the reason."""
@@ -121,8 +121,10 @@ class GuidedScorer(CrossFittedScorer):
         return (both - self.mean_) / self.std_
 
     def _add(self, both: Tensor) -> Tensor:
-        standard = self._standard(both)
-        return standard[:, 0] + SHARE * standard[:, 1].clamp_min(0)
+        return self._standard(both)[:, 0] + self._evidence(both[:, 1])
+
+    def _evidence(self, learnt: Tensor) -> Tensor:
+        return SHARE * ((learnt - self.mean_[1]) / self.std_[1]).clamp_min(0)
 
     def state(self) -> dict[str, Tensor]:
         """Return what was learnt, by name, prefixed with the part."""
