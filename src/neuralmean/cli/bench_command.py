@@ -157,6 +157,7 @@ def train(
     precision: Annotated[
         Precisions, typer.Option("--precision", help="auto: bfloat16 if a trial shows that it works and is faster.")
     ] = Precisions.auto,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model first; needs a C++ compiler.")] = False,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of images.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing weights.")] = False,
@@ -179,6 +180,7 @@ def train(
             name, images, out=out, test_set=test, epochs=epochs, seed=seed, overwrite=overwrite, progress=bar,
             recipe=None if recipe is None else full_recipe(name, dataset=images.name), init=init,
             budget=None if budget is None else parse_duration(budget), precision=precision.value,
+            compiled=compiled,
         )  # fmt: skip
     found = trained.metadata.get("accuracy") or trained.metadata.get("neighbour_accuracy") or "not measured"
     typer.echo(f"{out}: accuracy {found}", err=True)

@@ -82,6 +82,11 @@ class MoCo:
         """Return what the optimiser changes."""
         return list(self.query.parameters())
 
+    def compile(self) -> None:
+        """Compile both encoders in place, for each size of images."""
+        self.query.compile(dynamic=False)
+        self.key.compile(dynamic=False)
+
     def loss(self, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         """Contrastive loss of one batch of images in [0, 1], shape (N, 3, H, W); labels are not looked at."""
         one, other = (

@@ -44,6 +44,10 @@ class Supervised:
         """Return what the optimiser changes."""
         return list(self.model.parameters())
 
+    def compile(self) -> None:
+        """Compile the model in place, for each size of images."""
+        self.model.compile(dynamic=False)
+
     def loss(self, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         """Cross-entropy of one batch of images in [0, 1], shape (N, 3, H, W), with labels (N,)."""
         if labels is None:

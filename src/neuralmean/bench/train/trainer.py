@@ -6,6 +6,7 @@ it was trained and how good it is, with the same keys as the weights that others
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ def train(
     seed: int = 0,
     device: torch.device | str | None = None,
     precision: Precision | Literal["auto"] = "float32",
+    compiled: bool = False,
     budget: float | None = None,
     init: Path | str | None = None,
     resume: bool = True,
@@ -64,6 +66,8 @@ def train(
         device: Where to train; a GPU if there is one.
         precision: `"bfloat16"` is faster where the processor has it, which a process of its own finds out; `"auto"` takes
             it where it works and is faster.
+        compiled: Whether to compile the model first, a minute for each image size, after which steps of ResNet-34 and ViT
+            take about 0.6 of the time; VGG-19 and ConvNet-4 gain nothing.
         budget: Seconds that training may take: a few steps are measured, and image sizes and epochs chosen to fit.
         init: Weights of the same architecture to start from; their normalisation is kept.
         resume: Whether to go on from a checkpoint that is there, or to start anew.
@@ -87,7 +91,10 @@ def train(
     labels = None if id_set.labels is None else torch.from_numpy(id_set.labels).to(where)
 
     def make_task(recipe: Recipe) -> Supervised | MoCo:
-        return _task(name, recipe, mean, std, classes, seed, where, start)
+        task = _task(name, recipe, mean, std, classes, seed, where, start)
+        if compiled:
+            task.compile()
+        return task
 
     # What was measured when the run began holds to its end: the machine may be faster or slower by now.
     begun = held_run(checkpoint_of(out)) if resume else {}
@@ -106,6 +113,7 @@ def train(
         "recipe": asdict(recipe),
         "seed": seed,
         "precision": precision,
+        "compiled": compiled,
         "budget": budget,
         "init": None if start is None else fingerprint(start.model),
     }
@@ -121,7 +129,7 @@ def train(
     )
     task = make_task(recipe)
     seconds = run(task, images, labels, recipe, setting)
-    model = task.result.eval().cpu()
+    model = copy.deepcopy(task.result).eval().cpu()  # a copy is not compiled
     measured = _measure(TrainedModel(model, name, classes, mean, std, SIZE), id_set, test_set)
     metadata = _metadata(name, id_set, mean, std, recipe, seed, precision, seconds) | measured
     if start is not None:
