@@ -51,9 +51,6 @@ class Task(Protocol):
     def parameters(self) -> list[nn.Parameter]:
         """Return what the optimiser changes."""
 
-    def compile(self) -> None:
-        """Compile what computes the loss, in place."""
-
     def loss(self, images: Tensor, labels: Tensor | None, generator: torch.Generator) -> Tensor:
         """Loss of one batch of images in [0, 1], shape (N, 3, H, W)."""
 
