@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from neuralmean.bench import models
 from neuralmean.bench.data import ImageSet
 from neuralmean.bench.train import Recipe, checkpoint_of, default_recipe, train, trainer
 from neuralmean.bench.train.loop import Setting, learning_rate, make_optimizer, run
+from neuralmean.bench.train.norms import add_norms
 from neuralmean.bench.train.supervised import Supervised
 from neuralmean.bench.train.trainer import colour_moments
 from neuralmean.errors import ArtefactError, InputError
@@ -176,7 +178,37 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(case, every, tmp_path):
     assert undisturbed.state().keys() == resumed.state().keys()
     assert all(torch.equal(value, resumed.state()[key]) for key, value in undisturbed.state().items())
     if recipe.ema:
-        assert resumed.result is resumed.average
+        kept, average = resumed.result.state_dict(), resumed.average.state_dict()
+        assert all(torch.equal(value, average[key]) for key, value in kept.items())
+
+
+def test_norms_of_the_training_are_folded_into_the_convolutions():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 2))
+    names = list(model.state_dict())
+    task = Supervised(model, recipe=replace(TINY, norms=True), mean=(0.5,) * 3, std=(0.5,) * 3, num_classes=2)
+    images, labels = torch.rand(8, 3, 32, 32), torch.arange(8) % 2
+    for step in range(20):
+        task.loss(images, labels, torch.Generator().manual_seed(step))  # moves the running means
+    task.model[0][1].weight.data.uniform_(0.5, 2)
+    kept = task.result
+    assert list(kept.state_dict()) == names
+    expected = task.model.eval()(images)
+    torch.testing.assert_close(kept(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_networks_with_norms_get_no_others():
+    model = models.build("vit")
+    before = len(list(model.modules()))
+    add_norms(model)
+    assert len(list(model.modules())) == before
+
+
+def test_a_compiled_run_learns(tmp_path, monkeypatch):
+    # Captured as for a compiler, but not compiled, which would take a minute.
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    trained = train("resnet20", _images(40), out=tmp_path / "a.safetensors", recipe=TINY, compiled=True)
+    assert models.accuracy(trained, _images(40).images, _images(40).labels) > 90
 
 
 def test_dropout_is_on_while_training():

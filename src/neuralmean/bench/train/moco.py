@@ -75,8 +75,8 @@ class MoCo:
 
     @property
     def result(self) -> nn.Module:
-        """The encoder, without its projection head."""
-        return self.model
+        """A copy of the encoder, without its projection head."""
+        return copy.deepcopy(self.model).eval()
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the optimiser changes."""

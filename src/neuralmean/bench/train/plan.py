@@ -20,7 +20,7 @@ from neuralmean.errors import InputError
 SIZES = (16, 20, 24, SIZE)
 _SHARES = {16: 3, 20: 2, 24: 1, SIZE: 2}  # of every eight epochs: took ResNet-34 to 88 % on CIFAR-10 in eight
 _RESERVE = 0.05  # of the budget, for the accuracy and for what else the machine does
-_FEW = 20  # epochs below which a network underfits: it is shifted less, and its rate rises for longer
+_FEW = 20  # epochs below which a network underfits: it is shifted less, its rate rises for longer, and it gets norms
 _STEPS = 3
 
 
@@ -104,7 +104,7 @@ def _shorten(recipe: Recipe, *, started: bool) -> Recipe:
     if started:
         return replace(recipe, learning_rate=recipe.learning_rate / 2, warmup=0.0)
     if recipe.epochs < _FEW:
-        return replace(recipe, warmup=0.2, crop=min(recipe.crop, 2), mixup=0.0)
+        return replace(recipe, warmup=0.2, crop=min(recipe.crop, 2), mixup=0.0, norms=True)
     return recipe
 
 

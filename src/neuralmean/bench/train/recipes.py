@@ -35,6 +35,7 @@ class Recipe:
         flip: Whether images are mirrored at random. Off for SVHN: a mirrored digit is not a digit.
         max_norm: Largest norm of the gradient; 0: no limit.
         ema: Share that an average of the weights keeps at each step, and the average is what is saved; 0: no average.
+        norms: Whether a network without norms is trained with a batch norm after each convolution, folded into it at the end.
         temperature: Of MoCo's loss.
         queue: Number of MoCo's negatives.
         key_momentum: Share that MoCo's second encoder keeps at each step.
@@ -54,6 +55,7 @@ class Recipe:
     flip: bool = True
     max_norm: float = 0.0
     ema: float = 0.0
+    norms: bool = False
     temperature: float = 0.1
     queue: int = 4096
     key_momentum: float = 0.99

@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 
 from neuralmean.bench.models.trained import SIZE
 from neuralmean.bench.train.augment import mix, shift_and_flip
+from neuralmean.bench.train.norms import add_norms, fold_norms
 from neuralmean.bench.train.recipes import Recipe
 
 
@@ -28,6 +29,8 @@ class Supervised:
     def __init__(
         self, model: nn.Module, *, recipe: Recipe, mean: Sequence[float], std: Sequence[float], num_classes: int
     ) -> None:
+        if recipe.norms:
+            add_norms(model)
         self.model = model
         self.recipe = recipe
         self.num_classes = num_classes
@@ -37,8 +40,8 @@ class Supervised:
 
     @property
     def result(self) -> nn.Module:
-        """The model to keep: the average, where one is kept."""
-        return self.model if self.average is None else self.average
+        """A copy of the model to keep, without the norms it was trained with: the average, where there is one."""
+        return fold_norms(self.model if self.average is None else self.average)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what the optimiser changes."""

@@ -6,7 +6,6 @@ it was trained and how good it is, with the same keys as the weights that others
 
 from __future__ import annotations
 
-import copy
 import json
 import platform
 from collections.abc import Callable, Mapping
@@ -129,7 +128,7 @@ def train(
     )
     task = make_task(recipe)
     seconds = run(task, images, labels, recipe, setting)
-    model = copy.deepcopy(task.result).eval().cpu()  # a copy is not compiled
+    model = task.result.cpu()
     measured = _measure(TrainedModel(model, name, classes, mean, std, SIZE), id_set, test_set)
     metadata = _metadata(name, id_set, mean, std, recipe, seed, precision, seconds) | measured
     if start is not None:
