@@ -14,14 +14,16 @@ from neuralmean.service import create_app
 from neuralmean.service.connections import _network, bounded_by_files
 from neuralmean.service.handlers import json_answer
 from neuralmean.service.launch import _config, _listen, _server
-from neuralmean.service.settings import Bounds
+from neuralmean.service.settings import Bounds, Settings
 from tests.service.conftest import PREPROCESSING, png
 
 
 @contextmanager
-def serving(app, **bounds):
-    """The port of a server that runs in a thread."""
+def serving(app, *, buffer=None, **bounds):
+    """The port of a server that runs in a thread; `buffer` is the number of bytes that the system takes for it."""
     listening = _listen("127.0.0.1", 0)
+    if buffer:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
     server = _server(_config(app, Bounds(**bounds)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -222,3 +224,47 @@ def test_no_more_connections_than_files(monkeypatch):
     assert (bounds.connections, bounds.per_client) == (192, 128)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert bounded_by_files(Bounds()) == Bounds()
+
+
+GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n"
+UNREAD = {
+    "kept": (GET % (b"/page", b""), b""),
+    "closed": (GET % (b"/page", b"Connection: close\r\n"), b""),
+    "another_behind_the_last": (GET % (b"/page", b"Connection: close\r\n") + GET % (b"/page", b""), b""),
+    "no_http_behind_it": (GET % (b"/page", b""), b"no HTTP\r\n\r\n"),
+    "too_many_headers_behind_it": (GET % (b"/page", b""), GET % (b"/page", b"A: b\r\n" * 2000)),
+    "half_a_request_behind_it": (GET % (b"/page", b""), b"GET /"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_an_answer_that_is_not_read_keeps_neither_its_connection_nor_the_server(app, case):
+    async def page():
+        return json_answer("x" * 50_000)  # less than what asyncio buffers before it says so
+
+    app.add_api_route("/page", page, methods=["GET"], response_model=None)
+    with socket.socket() as client, serving(app, buffer=4096, idle_s=0.8, header_s=0.8) as port:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", port))
+        for part in UNREAD[case]:
+            client.sendall(part)
+            threading.Event().wait(0.4)
+        threading.Event().wait(2)
+        assert len(answer_of(client)) < 50_000
+
+
+def test_a_body_that_does_not_come_keeps_the_server_no_longer_than_headers_would(detector):
+    app = create_app(detector, PREPROCESSING, name="toy", settings=Settings(timeout_s=100))
+    with socket.socket() as client, serving(app, header_s=0.3) as port:
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx")
+        assert health(port)[0] == 200
+
+
+def test_a_body_that_ends_after_the_answer_leaves_an_idle_connection(app):
+    with serving(app, idle_s=0.5) as port, connected(port) as client:
+        client.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nx")
+        assert client.recv(65536).startswith(b"HTTP/1.1 404")
+        client.sendall(b"x")
+        answer_of(client)  # ends before the client's patience does

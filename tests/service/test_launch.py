@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from neuralmean.errors import InputError, NeuralMeanError
+from neuralmean.recording.graph.compiled import _run, abandoned
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server, wait_for_threads
 from tests.service.conftest import PREPROCESSING, png
@@ -208,6 +209,57 @@ def test_sigterm_under_load_answers_what_was_accepted_and_exits_with_0(saved):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+FREEZING = {
+    # As torch does: in and out of C++, which does not bear that Python ends the thread there.
+    "in_torch": "def step(*args, **kwargs):\n    print('step', file=sys.stderr, flush=True)\n"
+    "    while True:\n        torch.ones(3).relu()\n"
+    "import neuralmean.recording.graph.frozen as frozen\nfrozen.capture = step\n",
+    "in_the_compiler": "import neuralmean.recording.graph.compiled as compiled\n"
+    "compiled._CHILD = 'import time; time.sleep(100)'\n"
+    "run = compiled.subprocess.Popen\n"
+    "def start(*args, **kwargs):\n    print('step', file=sys.stderr, flush=True)\n    return run(*args, **kwargs)\n"
+    "compiled.subprocess.Popen = start\n",
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGTERM")
+@pytest.mark.parametrize("where", FREEZING)
+def test_sigterm_while_the_model_is_compiled_ends_the_server_at_once(where, saved, tmp_path):
+    script = "import sys, torch\n" + FREEZING[where] + "from neuralmean.cli import main\nmain()\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    command = ["serve", str(saved), "--port", "0", "--trust-local-code", "--state", str(tmp_path / "state")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while line := process.stderr.readline():
+            if line == "step\n":
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=30)[1]
+        assert (process.returncode, "Traceback" in rest, "terminate" in rest) == (0, False, False)
+        if where == "in_the_compiler":
+            assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_compilation_that_nobody_wants_ends_with_all_its_processes(tmp_path):
+    event, begin = threading.Event(), time.monotonic()
+    threading.Timer(0.5, event.set).start()
+    token = abandoned.set(event)
+    try:
+        with pytest.raises(InputError, match="its compilation was abandoned"):
+            _run(["sh", "-c", f"sleep 20; touch {tmp_path}/late & sleep 20"], dict(os.environ))
+    finally:
+        abandoned.reset(token)
+    assert time.monotonic() - begin < 15
+    assert not any(tmp_path.iterdir())
 
 
 def _wait_for_queue(port):

@@ -165,9 +165,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Start a request whose headers are within bounds; the others are refused when the parser returns."""
         self._in_head = False
         self._n_quiet = 0
-        self._stop_timer()
         if self._refused:
             return
+        self._stop_timer()
         if len(self.pipeline) >= PIPELINED:
             self._refuse(429, f"Expected at most {PIPELINED} requests ahead of their answers, but got more.")
         elif len(self.headers) <= self._bounds.headers:
@@ -185,6 +185,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Note the end of the body."""
         self._n_quiet = 0
         if not self._refused:
+            if not self.waits_for_request():  # else it is the timer of an idle connection
+                self._stop_timer()
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -192,8 +194,18 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the timer below does its work, and bytes do not stop it
         self._shared.waits_anew(self)
-        if self.waits_for_request() and not self._in_head:
+        if self.transport.is_closing():
+            self._abort_later()
+        elif self.waits_for_request() and not self._in_head:
             self._start_timer(self._bounds.idle_s, self._end_idle)
+
+    def shutdown(self) -> None:
+        """Close the connection once its requests are answered; a body that is still to come has as long as headers have."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_later()
+        elif self.waits_for_body():
+            self._start_timer(self._bounds.header_s, self.transport.abort)
 
     def pause_writing(self) -> None:
         """Limit the time for a client to read its answer."""
@@ -230,6 +242,10 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _abort_later(self) -> None:
+        """Limit the time for a client to read the last answer: a transport that is closing waits for that without end."""
+        self._start_timer(self._bounds.idle_s, self.transport.abort)
+
     def _start_timer(self, seconds: float, then: Any) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, then)
@@ -251,6 +267,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.may_be_answered():
             self.transport.write(_answer(status, sentence))
         self.transport.close()
+        self._abort_later()
 
 
 def _answer(status: int, sentence: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -11,16 +12,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from neuralmean.detector.detector import Detector
+from neuralmean.recording.graph.compiled import abandoned
 from neuralmean.service.workers import Runner, twin
 
 log = logging.getLogger("neuralmean.service")
 
-NICE = 10
-"""Niceness of the compiler's thread, on systems that have it."""
+NAME = "neuralmean-freeze"
 
 
-def freeze_later(detector: Detector, runners: Sequence[Runner], example: Tensor) -> threading.Thread:
-    """Begin to compile a detector's model; the workers use the graph as soon as it is there and checked.
+class Freezing:
+    """A thread that compiles a detector's model; the workers use the graph as soon as it is there and checked.
 
     If there is no graph (a dynamic model, early exits, a GPU, no compiler), a line in the log says why, and the model
     keeps answering.
@@ -30,20 +31,43 @@ def freeze_later(detector: Detector, runners: Sequence[Runner], example: Tensor)
         runners: The passes of the workers.
         example: One input.
     """
-    # It ends with the server: a running compilation is abandoned.
-    thread = threading.Thread(target=_freeze, args=(detector, runners, example), name="neuralmean-freeze", daemon=True)
-    thread.start()
-    return thread
+
+    def __init__(self, detector: Detector, runners: Sequence[Runner], example: Tensor) -> None:
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(detector, runners, example), name=NAME, daemon=True)
+        # Python ends threads wherever they are, and C++ aborts the process if that is inside of it.
+        atexit.register(self.join)
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """End as soon as possible: the compiler at once, torch's capture of the model after its current step."""
+        self._abandoned.set()
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
+    def _run(self, detector: Detector, runners: Sequence[Runner], example: Tensor) -> None:
+        abandoned.set(self._abandoned)
+        try:
+            frozen = twin(detector).freeze(example)  # a separate detector, so that checks do not disturb the served one
+            for runner in runners:
+                runner.freeze(frozen)
+        except Exception as error:  # noqa: BLE001 - the model answers anyway
+            log.info("The model runs without compilation: %s", error)
+        else:
+            log.info("The model runs as a compiled graph from now on.")
+        finally:
+            atexit.unregister(self.join)
 
 
-def _freeze(detector: Detector, runners: Sequence[Runner], example: Tensor) -> None:
-    if sys.platform == "linux":  # of this thread only; the compiler inherits it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    try:
-        frozen = twin(detector).freeze(example)  # a separate detector, so that checks do not disturb the served one
-        for runner in runners:
-            runner.freeze(frozen)
-    except Exception as error:  # noqa: BLE001 - the model answers anyway
-        log.info("The model runs without compilation: %s", error)
-    else:
-        log.info("The model runs as a compiled graph from now on.")
+def leave_if_freezing(code: int = 0) -> None:
+    """End this process, without Python's clean-up, if an abandoned compilation goes on: a step may take a minute."""
+    running = [thread for thread in threading.enumerate() if thread.name == NAME]
+    for thread in running:
+        thread.join(1)  # enough for the compiler to be ended and its files to be deleted
+    if any(thread.is_alive() for thread in running):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import sys
@@ -169,6 +170,8 @@ def _config(app: FastAPI, bounds: Bounds) -> Any:
         "access_log": False,
         "server_header": False,
         "backlog": 2048,
+        # By then every request has its answer; what is left are clients that take minutes to read it.
+        "timeout_graceful_shutdown": math.ceil(app.state.service.settings.timeout_s) + 5,
     }
     return uvicorn.Config(app, http=protocol, ws="none", proxy_headers=False, **options)
 

@@ -17,7 +17,7 @@ from neuralmean.detector.detector import Detector
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.service.batching import Batcher
 from neuralmean.service.bodies import BodyReader, within
-from neuralmean.service.freezing import freeze_later
+from neuralmean.service.freezing import NAME, Freezing
 from neuralmean.service.history import N_PICTURES, History
 from neuralmean.service.live import Live
 from neuralmean.service.passes import run_pass
@@ -86,8 +86,7 @@ class Service:
             queue=self.settings.queue,
             after=self.live.take,
         )
-        if self.settings.freeze and example is not None:
-            freeze_later(self.detector, runners, example)
+        freezing = Freezing(self.detector, runners, example) if self.settings.freeze and example is not None else None
         saving = asyncio.create_task(self._save_now_and_then())
         started: list[Companion] = []
         try:
@@ -97,6 +96,8 @@ class Service:
             yield
         finally:
             self.thread_ids |= _thread_ids()
+            if freezing is not None:
+                freezing.abandon()
             saving.cancel()
             for companion in reversed(started):
                 await companion.stop()
@@ -149,7 +150,8 @@ class Service:
 
 
 def _thread_ids() -> set[int]:
-    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    apart = {threading.main_thread().name, NAME}  # nobody waits for a compilation
+    threads = [thread for thread in threading.enumerate() if thread.name not in apart]
     return {thread.native_id for thread in threads if thread.native_id is not None}
 
 

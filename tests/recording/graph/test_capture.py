@@ -11,7 +11,7 @@ from neuralmean import Detector
 from neuralmean.errors import InputError
 from neuralmean.export import to_onnx, to_pt2
 from neuralmean.recording.graph.capture import _silent, capture
-from neuralmean.service.freezing import freeze_later
+from neuralmean.service.freezing import Freezing
 from neuralmean.service.workers import Runner, Threads
 from tests.recording.graph import hostile
 
@@ -56,7 +56,7 @@ def test_a_service_goes_on_with_the_model_that_is_no_fixed_graph(kind, caplog):
     detector = detector_of(kind)
     runner = Runner(detector, Threads(1, 1))
     with caplog.at_level("INFO", "neuralmean.service"):
-        freeze_later(detector, [runner], images(1)).join()
+        Freezing(detector, [runner], images(1)).join()
     assert f"without compilation: Expected {kind.__name__} to be a fixed graph" in caplog.text
     assert not detector.is_frozen
 

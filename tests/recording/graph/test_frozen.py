@@ -15,7 +15,7 @@ from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.files.cache import cache_folder
 from neuralmean.recording.graph import compiled, frozen
 from neuralmean.recording.graph.compiled import check_compiler
-from neuralmean.service.freezing import freeze_later
+from neuralmean.service.freezing import Freezing
 from neuralmean.service.workers import Runner, Threads
 from tests.conftest import count_hooks, make_trained
 
@@ -162,7 +162,7 @@ def test_a_service_swaps_the_graph_in_while_it_answers(home, eager, caplog):
     x = images(3)
     before = runners[0](x, alone=True)
     with caplog.at_level("INFO", "neuralmean.service"):
-        freeze_later(eager, runners, images(1)).join()
+        Freezing(eager, runners, images(1)).join()
     assert "runs as a compiled graph from now on" in caplog.text
     for runner in runners:
         after = runner(x, alone=True)

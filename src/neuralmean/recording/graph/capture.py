@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from neuralmean.errors import InputError
+from neuralmean.recording.graph.compiled import check_wanted
 from neuralmean.recording.graph.split_means import split_means
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def capture(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> E
 
 
 def _export(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> ExportedProgram:
+    check_wanted()
     size = len(inputs[0])
     rows = torch.export.Dim("batch")
     shapes = tuple({0: rows} if any_size and value.dim() and len(value) == size else {} for value in inputs)

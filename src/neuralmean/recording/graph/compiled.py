@@ -10,13 +10,16 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +39,17 @@ N_RUNNERS = 4  # threads that may run one graph at a time; more wait
 N_KEPT = 32  # packages in the cache; beyond that, those that were not used for longest go
 LONGEST_S = 1800
 
+abandoned: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
+"""Set by a thread that compiles in the background: once the event is set, no further step begins, and the compiler ends."""
+
 # Freezing folds norms into convolutions. How many threads a graph uses is decided when it runs, not when it is compiled.
 _CHILD = """
-import json, os, sys, threading, time, torch
+import json, os, sys, threading, time
+if hasattr(os, "nice"): os.nice(10)  # of the compiler only: a thread with Python's lock must not wait for a processor
+import torch
 def watch(parent):  # nobody waits for what is compiled once the process that asked has gone
     while os.getppid() == parent: time.sleep(1)
-    os._exit(1)
+    os.killpg(0, 9) if hasattr(os, "killpg") else os._exit(1)
 threading.Thread(target=watch, args=[os.getppid()], daemon=True).start()
 torch.set_num_threads(os.cpu_count() or 1)
 options = {"freezing": True, "cpp.dynamic_threads": True, "aot_inductor.metadata": json.load(open(sys.argv[1]))}
@@ -114,12 +122,39 @@ def compile_packages(
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", _CHILD, str(written), *map(str, parts)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+    code, errors = _run(command, environment)
     packages = [part / "package.pt2" for part in parts]
-    if done.returncode or not all(package.is_file() for package in packages):
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if code or not all(package.is_file() for package in packages):
+        lines = errors.strip().splitlines() or [f"exit code {code}"]
         raise InputError(f"torch's compiler failed ({lines[-1][:200].rstrip('.')})")
     return packages
+
+
+def check_wanted() -> None:
+    """Raise if whoever compiles in the background has abandoned it, as `InputError` whose message is the reason."""
+    event = abandoned.get()
+    if event is not None and event.is_set():
+        raise InputError("its compilation was abandoned")
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Run a command and return its exit code and what it wrote to stderr; it ends, with its children, when nobody wants it."""
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    until = time.monotonic() + LONGEST_S
+    with subprocess.Popen(command, env=environment, start_new_session=True, **options) as process:
+        try:
+            while time.monotonic() < until:
+                check_wanted()
+                with suppress(subprocess.TimeoutExpired):
+                    errors = process.communicate(timeout=0.2)[1]
+                    return process.returncode, errors
+            raise InputError(f"torch's compiler took longer than {LONGEST_S} seconds")
+        except BaseException:
+            if sys.platform == "win32":
+                process.kill()
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def _load(package: Path) -> Graph:

@@ -19,7 +19,7 @@ from neuralmean.models.execution import device_of, is_compiled, shared_copy
 from neuralmean.models.layers import unwrap
 from neuralmean.models.repeats import check_repeats
 from neuralmean.recording.graph.capture import capture
-from neuralmean.recording.graph.compiled import Graph, check_compiler, compile_programs
+from neuralmean.recording.graph.compiled import Graph, check_compiler, check_wanted, compile_programs
 from neuralmean.recording.module import RecordingModule
 from neuralmean.recording.observer import ChannelStats, Observer
 from neuralmean.recording.result import Exits
@@ -140,6 +140,7 @@ def _freeze(observer: Observer, core: nn.Module, batch: Batch, weights: str) -> 
         single, several = compile_programs(programs, weights)
         frozen = FrozenObserver(observer, FrozenGraphs(single, several, x.shape[1:], spec))
         for inputs in odd_inputs(x):
+            check_wanted()
             _compare(observer, frozen, inputs)
         kept = [_faster(observer, frozen, noise(n, x), graph) for n, graph in ((1, single), (SEVERAL, several))]
     if kept == [None, None]:
