@@ -43,6 +43,7 @@ HOST = "127.0.0.1"
 SPEC = "bench:resnet20"
 N_IMAGES = 32
 DRIPPING = 20  # connections that send a byte of a header now and then
+LONGEST_END_S = 60
 HALF_OPEN = 300  # connections that are left half-way at a time, more than a client may have
 
 
@@ -70,10 +71,12 @@ class Target:
                 "--history",
                 str(folder / "h.db"),
             ],
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
         self.log: list[str] = []
+        self.seconds_to_end = 0.0
         self.port = self._find_port()
         threading.Thread(target=self._read_log, daemon=True).start()
 
@@ -94,9 +97,16 @@ class Target:
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
     def stop(self) -> int:
-        """End the server as an operator would, and return its exit code."""
+        """End the server as an operator would, and return its exit code; one that does not end says in its log where it is."""
+        begin = time.perf_counter()
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        try:
+            return self.process.wait(LONGEST_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            return self.process.wait()
+        finally:
+            self.seconds_to_end = time.perf_counter() - begin
 
 
 class Client:
@@ -338,7 +348,8 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
             "peak": round(max(memory)),
         },
         "exit_code": code,
-        "last_logged": target.log[-5:] if code else [],
+        "seconds_to_end": round(target.seconds_to_end, 1),
+        "last_logged": target.log[-100:] if code else [],
         "errors_logged": [line for line in target.log if " ERROR " in line or "Traceback" in line][:5],
     }
 
