@@ -119,6 +119,14 @@ def to_batch(value: Any) -> Batch:
     raise InputError(f"Expected a batch to be x, (x, y) or a dict of inputs, but got {_describe(value)}.")
 
 
+def call_batch(x: Any, inputs: Mapping[str, Any]) -> Batch:
+    """Return the inputs of a call as a batch."""
+    if x is None:
+        return to_batch(inputs)
+    batch = to_batch(x)
+    return Batch(batch.args, {**batch.kwargs, **inputs}) if inputs else batch
+
+
 def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -> Iterator[Batch]:
     """Yield the batches of `data`.
 

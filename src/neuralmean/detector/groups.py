@@ -11,11 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from neuralmean.detector.decision import Decision
-from neuralmean.detector.observed import main_rows
+from neuralmean.detector.observed import Observed, main_rows
 from neuralmean.errors import InputError
+from neuralmean.stats.calibration import Calibration
 
 PREDICTED = "predicted"
 LENGTH = "length"
@@ -84,6 +86,23 @@ def predicted_labels(output: Tensor | None) -> list[str]:
             "Pass labels as `groups` instead."
         )
     return [str(label) for label in output.argmax(dim=1).tolist()]
+
+
+def decide_all(
+    passes: Iterable[Observed], calibration: Calibration, groups: Sequence[object] | None, grouped_by: str | None
+) -> Decision:
+    """Return one decision on the inputs of several passes; the arguments are those of `decide_by_group`."""
+    scores, kinds, labels = [], [], list[str]()
+    for seen in passes:
+        scores.append(seen.score)
+        if (found := seen.kind_p_values()) is not None:
+            kinds.append(found)
+        if seen.decision is not None:
+            labels.extend(seen.decision.groups or ())
+    decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
+    if groups is None and grouped_by in (PREDICTED, LENGTH):
+        groups = labels
+    return decision if groups is None else decide_by_group(decision, None, groups, grouped_by)
 
 
 def decide_by_group(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuralmean.data.batch import count_rows
 from neuralmean.detector import fitting
-from neuralmean.detector.early_exit import CascadeScorer, full_of
+from neuralmean.detector.early_exit import CascadeScorer, check_statistic, full_of
 from neuralmean.detector.fit_rows import FitData, RowStore, gather
 from neuralmean.detector.groups import LENGTH, length_labels, length_ranges
 from neuralmean.detector.kinds import Kinds
@@ -24,7 +24,7 @@ from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, O
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.calibration import Calibration, check_enough, examples_needed
+from neuralmean.stats.calibration import Calibration, check_confidence, check_enough, check_rate, examples_needed
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
@@ -108,6 +108,13 @@ class FitOptions:
     early_exit: bool
     batch_size: int
     confidence: float | None = None
+
+    def check(self, statistic: Statistic) -> None:
+        """Raise if an option is out of range, or does not go with the statistic."""
+        check_rate(self.rate)
+        check_confidence(self.confidence)
+        if self.early_exit:
+            check_statistic(statistic)
 
 
 def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions) -> tuple[Learnt, Observer]:

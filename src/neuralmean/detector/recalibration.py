@@ -65,3 +65,11 @@ def recalibrate(
         kinds=None if kinds is None else kinds.calibrated(torch.cat(kind_scores), rate),
         grouped_by=groups if groups is None or isinstance(groups, str) else "given",
     )
+
+
+def change_rate(learnt: Learnt, known: Calibration, rate: float, confidence: float | None) -> Learnt:
+    """Return what was learnt with the threshold of another false-alarm rate, from the scores of a known calibration."""
+    if isinstance(learnt.scorer, CascadeScorer):
+        raise InputError("Expected a detector without early exit, whose thresholds were set together. Fit again.")
+    groups = None if known.group_of is None else [known.group_names[number] for number in known.group_of.tolist()]
+    return replace(learnt, calibration=Calibration.of(known.scores, rate, confidence=confidence, groups=groups))
