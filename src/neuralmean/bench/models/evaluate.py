@@ -79,8 +79,11 @@ def accuracy(
 
 
 def expected_accuracy(trained: TrainedModel) -> float | None:
-    """Percent that the model should reach on its test set: what its file says, else what its makers say, else None."""
-    said = trained.metadata.get("accuracy")
+    """Percent that the model should reach on its test set: what its file says, else what its makers say, else None.
+
+    For an encoder without classes, that of a linear probe.
+    """
+    said = trained.metadata.get("accuracy") or trained.metadata.get("linear_accuracy")
     if said is not None:
         try:
             return 100 * float(said)
