@@ -211,7 +211,8 @@ def accuracy_words(rows: Sequence[Row]) -> str:
         return ""
     weak = any(is_weak(row["model"], row["id"], row.get("model_accuracy")) for row in rows)
     said = " and ".join(f"{value:.1f}" for value in known)
-    return f" ({said} % accuracy{': a weak network' if weak else ''})"
+    probe = " of a linear probe" if any(row["model"].startswith("moco-") for row in rows) else ""
+    return f" ({said} % accuracy{probe}{': a weak network' if weak else ''})"
 
 
 def told_apart_by(rows: Sequence[Row]) -> tuple[str, ...]:

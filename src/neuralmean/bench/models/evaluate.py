@@ -79,8 +79,11 @@ def accuracy(
 
 
 def expected_accuracy(trained: TrainedModel) -> float | None:
-    """The model's published accuracy in percent: from its file, otherwise from its authors, otherwise None."""
-    said = trained.metadata.get("accuracy")
+    """The model's published accuracy in percent: from its file, otherwise from its authors, otherwise None.
+
+    For an encoder without classes, the accuracy of a linear probe.
+    """
+    said = trained.metadata.get("accuracy") or trained.metadata.get("linear_accuracy")
     if said is not None:
         try:
             return 100 * float(said)

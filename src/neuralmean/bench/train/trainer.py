@@ -22,7 +22,7 @@ from neuralmean.bench.models import TrainedModel, accuracy, architecture, build,
 from neuralmean.bench.models.trained import SIZE, Triple
 from neuralmean.bench.train.checkpoint import held_run, remove_checkpoint, save_tensors
 from neuralmean.bench.train.loop import Precision, Progress, Setting, run, trial_step
-from neuralmean.bench.train.moco import MoCo, neighbour_accuracy
+from neuralmean.bench.train.moco import MoCo, linear_accuracy
 from neuralmean.bench.train.plan import measure, plan, usable_sizes
 from neuralmean.bench.train.precision import WORTH_IT, bfloat16_gain
 from neuralmean.bench.train.recipes import Recipe, default_recipe, full_recipe
@@ -271,8 +271,8 @@ def _measure(trained: TrainedModel, id_set: ImageSet, test_set: ImageSet | None)
         return {}
     features, test_features = (outputs(trained, images.images) for images in (id_set, test_set))
     labels, test_labels = (torch.from_numpy(images.labels) for images in (id_set, test_set))
-    found = neighbour_accuracy(features, labels, test_features, test_labels)
-    return {"neighbour_accuracy": f"{found / 100:.4f}"}
+    found = linear_accuracy(features, labels, test_features, test_labels)
+    return {"linear_accuracy": f"{found / 100:.4f}"}
 
 
 def _metadata(
