@@ -10,13 +10,13 @@
     ├── CalibrationError (ValueError)           too few examples for the false-alarm rate asked for
     ├── ModelMismatchError (ValueError)         another model, or other weights, than at `fit`
     ├── ArtefactError (ValueError)              a saved file that cannot be read or written
-    ├── StorageError (OSError)                  no space on disk for a table that does not fit in memory
-    └── MissingExtraError (ImportError)         an optional package that is not installed
+    ├── StorageError (OSError)                  no space on disk for a table that does not fit in memory └──
+    MissingExtraError (ImportError)         an optional package that is not installed
 
     NeuralMeanWarning (UserWarning)
     └── CalibrationWarning                      a threshold whose guarantee is weaker than it seems
 
-A message says in one sentence what was expected and what was given, and in another what to do.
+The first sentence of a message says what was expected and what was given, the second what to do.
 """
 
 

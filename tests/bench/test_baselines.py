@@ -249,7 +249,7 @@ class TestView:
         view = view_of(trained, images, {"logits"})
         assert view.logits.shape == (5, 3)
         for name in ("means", "variances", "feature", "labels", "pixels", "layers"):
-            with pytest.raises(InputError, match=r"Expected a method to use only what it says it reads"):
+            with pytest.raises(InputError, match=r"Expected a method to read only what it declares"):
                 getattr(view, name)
 
     def test_rows_are_those_of_the_fit_set(self, trained):
@@ -291,9 +291,7 @@ class TestView:
 
     def test_a_model_without_a_head_says_so(self, trained):
         images = make_images(2, seed=0, name="x", split="test")
-        with pytest.raises(
-            InputError, match=r"Expected 'toy' to have a class head, but it has none: there are no logits"
-        ):
+        with pytest.raises(InputError, match=r"Expected 'toy' to have a class head, but it has none, and so no logits"):
             _ = view_of(trained, images, {"logits"}, headless).logits
 
 
@@ -437,7 +435,7 @@ class TestTrial:
         content = bytearray(path.read_bytes())
         content[80] ^= 0xFF  # inside the first array
         path.write_bytes(content)
-        with pytest.warns(NeuralMeanWarning, match=r"The scores kept in .* are damaged .* they are computed again"):
+        with pytest.warns(NeuralMeanWarning, match=r"The scores cached in .* are damaged .* They are computed again"):
             again = run_trial(Counting, trained, draw, judged[:1], reader_of(trained), cache=tmp_path)
         np.testing.assert_array_equal(first[0].scores, again[0].scores)
 

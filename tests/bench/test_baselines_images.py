@@ -424,7 +424,7 @@ class TestFineTuning:
     def test_a_damaged_checkpoint_starts_anew_with_a_message(self, trained, draw, tmp_path):
         whole = _fit_in("oe", trained, draw, tmp_path)
         (tmp_path / "oe.safetensors").write_bytes(b"damaged")
-        with pytest.warns(NeuralMeanWarning, match=r"it is damaged .* Training starts anew"):
+        with pytest.warns(NeuralMeanWarning, match=r"it is damaged .* Training starts over"):
             again = _fit_in("oe", trained, draw, tmp_path)
         for key, value in whole.network.state_dict().items():
             torch.testing.assert_close(again.network.state_dict()[key], value, rtol=0, atol=0)
@@ -641,7 +641,7 @@ class TestGood:
 
     def test_bounds_are_for_its_own_network(self, trained, draw):
         tuner = Tuner(trained.model, baselines.make("good").loss, trained)
-        with pytest.raises(TypeError, match=r"bounds are known for this method's own network only"):
+        with pytest.raises(TypeError, match=r"bounds are implemented for this method's own network only"):
             tuner.loss(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]), torch.Generator())
 
 

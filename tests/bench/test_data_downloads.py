@@ -260,7 +260,7 @@ class TestDownload:
     def test_refuses_another_archive_that_was_brought_by_hand(self, cifar10):
         cifar10.mkdir()
         (cifar10 / "cifar-10-python.tar.gz").write_bytes(b"x")
-        with pytest.raises(ArtefactError, match=r"to be the official file, but its MD5 sum is another. Remove it"):
+        with pytest.raises(ArtefactError, match=r"to be the official file, but its MD5 sum differs. Remove it"):
             data.download("cifar10", cifar10)
 
     def test_says_when_the_set_is_still_not_whole(self, cifar10, server, tmp_path, monkeypatch):
@@ -269,7 +269,9 @@ class TestDownload:
         source = replace(data.dataset("cifar10").sources[0], md5=hashlib.md5(archive).hexdigest())
         small = replace(data.dataset("cifar10"), sources=(source,))
         monkeypatch.setitem(registry._BY_ALIAS, "cifar10", small)
-        with pytest.raises(ArtefactError, match="Expected 'cifar10' to be whole after the download, but got: missing"):
+        with pytest.raises(
+            ArtefactError, match="Expected 'cifar10' to be complete after the download, but got: missing"
+        ):
             data.download("cifar10", cifar10)
 
     def test_brings_only_the_part_that_is_missing(self, server, tmp_path, monkeypatch):

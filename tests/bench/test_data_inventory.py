@@ -225,7 +225,7 @@ class TestRefusing:
             data.load("cifar10", "test", tmp_path / "nowhere")
 
     def test_missing_set_says_how_to_get_it(self, tmp_path):
-        message = f"Expected the test part of 'textures' in {str(tmp_path)!r}, but it is not there. Get it with"
+        message = f"Expected the test split of 'textures' in {str(tmp_path)!r}, but it is missing. Get it with"
         with pytest.raises(InputError, match=re.escape(message)):
             data.load("textures", "test", tmp_path)
 

@@ -153,5 +153,5 @@ def test_another_pickle_is_no_batch(tmp_path, content):
 def test_a_damaged_batch_says_so(tmp_path, keep):
     path = _write(tmp_path / "batch", {"data": PIXELS, "labels": LABELS}, 4)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ArtefactError, match=r"but it is damaged .* Remove it and download the set anew"):
+    with pytest.raises(ArtefactError, match=r"but it is damaged .* Remove it and download the set again"):
         read_batch(path)

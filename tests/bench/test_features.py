@@ -221,7 +221,7 @@ def test_a_changed_byte_is_noticed_and_only_its_part_is_computed_again(tmp_path)
     content[-1] ^= 0xFF
     path.write_bytes(content)
     trained.model.seen = 0
-    with pytest.warns(NeuralMeanWarning, match=r"are damaged \(1 of 3 parts have another digest\): what is lost"):
+    with pytest.warns(NeuralMeanWarning, match=r"are damaged \(1 of 3 parts have another digest\). The damaged parts"):
         got = Store(tmp_path).read(trained, images)
     assert trained.model.seen == 2 + 2  # the last part has two images
     torch.testing.assert_close(got.means, whole, rtol=0, atol=0)
@@ -261,7 +261,7 @@ def test_an_index_that_cannot_be_read_is_made_anew(tmp_path, content):
 
 def test_a_cache_that_is_a_file_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtefactError, match=r"Expected to keep features in .* Choose another cache folder"):
+    with pytest.raises(ArtefactError, match=r"Expected to cache features in .* Choose another cache folder"):
         Store(tmp_path / "file").read(make_trained(), make_images())
 
 

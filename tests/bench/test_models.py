@@ -266,7 +266,7 @@ class TestRefusing:
     @pytest.mark.parametrize("key", ["mean", "std"])
     def test_wants_the_normalisation(self, weights, key):
         path, _ = weights(metadata={name: value for name, value in METADATA.items() if name != key})
-        with pytest.raises(ArtefactError, match=f"to say the {key} that its model normalises with"):
+        with pytest.raises(ArtefactError, match=f"to state the {key} of its model's normalisation"):
             models.load_weights(path)
 
     @pytest.mark.parametrize("text", ["0.5,0.5", "a,b,c", "nan,0.5,0.5"])

@@ -103,7 +103,7 @@ def test_a_set_of_ones_own_is_judged_in_the_papers_tables_too(folders):
         ({}, "a model, as `--model package:build`"),
         ({"models": ["ownmethod:build"]}, "the set that the model was trained on, as `--id NAME`"),
         ({"models": ["ownmethod:build"], "id_set": "scans", "oods": {"x": "x"}}, "data scans, as `--ood scans=DIR`"),
-        ({"models": ["ownmethod:build"], "id_set": "cifar10", "oods": {}}, "a set to judge by, as `--ood NAME=DIR`"),
+        ({"models": ["ownmethod:build"], "id_set": "cifar10", "oods": {}}, "a set to test on, as `--ood NAME=DIR`"),
     ],
 )
 def test_the_experiment_own_says_what_it_lacks(folders, options, message, monkeypatch):

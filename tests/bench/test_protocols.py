@@ -24,11 +24,11 @@ def fit_set(count=60, seed=0, name="cifar10"):
 
 class TestFitSet:
     def test_test_images_are_refused(self):
-        with pytest.raises(InputError, match=r"Expected images to fit on, but got the test part of 'svhn'"):
+        with pytest.raises(InputError, match=r"Expected images to fit on, but got the test split of 'svhn'"):
             FitSet.of(make(5, name="svhn", split="test"), apart_from=[])
 
     def test_test_images_are_refused_by_the_constructor_too(self):
-        with pytest.raises(InputError, match=r"A test image must not reach a fit"):
+        with pytest.raises(InputError, match=r"Test images must not be fitted on"):
             FitSet(make(5, split="test"), np.arange(5))
 
     def test_images_that_also_occur_in_a_test_set_are_left_out(self):
@@ -94,7 +94,7 @@ class TestSplitOff:
     def test_the_fit_part_can_be_fitted_on_and_the_rest_cannot(self):
         fit, rest = split_off(make(50, name="imagenet-crop", split="test"))
         assert len(FitSet.of(fit, apart_from=[EvalSet(rest)])) == 10
-        with pytest.raises(InputError, match=r"the test part of 'imagenet-crop'"):
+        with pytest.raises(InputError, match=r"the test split of 'imagenet-crop'"):
             FitSet.of(rest, apart_from=[])
 
     def test_a_set_too_small_to_split_is_an_error(self):
@@ -140,5 +140,5 @@ class TestProtocols:
     def test_transfer_refuses_to_test_on_what_it_learnt_from(self):
         inside, outside = fit_set(), fit_set(seed=1, name="cifar100")
         assert protocols.transfer(inside, outside, tested_on=["svhn"])[0].outliers is outside
-        with pytest.raises(InputError, match=r"sets that the fit has not seen, but got 'cifar100' on both sides"):
+        with pytest.raises(InputError, match=r"sets that the fit has not seen, but got 'cifar100' for both"):
             protocols.transfer(inside, outside, tested_on=["svhn", "cifar100"])

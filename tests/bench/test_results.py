@@ -119,7 +119,7 @@ def test_a_file_without_end_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_to_read_is_one_clear_error(tmp_path):
-    with pytest.raises(ArtefactError, match=r"but there is none. Make one with `nmd bench run`"):
+    with pytest.raises(ArtefactError, match=r"but there is none. Run `nmd bench run` first"):
         read_rows(tmp_path / "none.json")
 
 

@@ -323,7 +323,7 @@ class TestRefusing:
             train("resnet20", _images(), out=tmp_path / "a.pt")
 
     def test_missing_folder(self, tmp_path):
-        with pytest.raises(InputError, match=r"Expected the folder '.*none' to be there, but it is not"):
+        with pytest.raises(InputError, match=r"Expected the folder '.*none' to exist, but it does not"):
             train("resnet20", _images(), out=tmp_path / "none" / "a.safetensors")
 
     def test_fewer_images_than_a_batch(self, tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from neuralmean.bench.train import Recipe
 from neuralmean.bench.train.augment import jitter_colours, mix, random_resized_crop, shift_and_flip, two_crops_view
 from neuralmean.bench.train.loop import Setting, run
-from neuralmean.bench.train.moco import MoCo, contrast, neighbour_accuracy
+from neuralmean.bench.train.moco import MoCo, contrast, linear_accuracy
 from neuralmean.errors import InputError
 
 RECIPE = Recipe(epochs=1, batch_size=4, queue=6, key_momentum=0.9, temperature=0.5)
@@ -127,18 +127,17 @@ class TestMoCo:
         assert moco.loss(images, None, _generator(1)).item() < before.item()
 
 
-class TestNeighbours:
-    def test_class_of_the_nearest_counts(self):
-        features = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+class TestLinearAccuracy:
+    def test_classes_that_a_plane_separates_are_told_apart(self):
+        # The first column decides and the second, a thousand times as large, says nothing.
+        features = torch.tensor([[1.0, 1000.0], [0.9, -1000.0], [-1.0, 1000.0], [-0.9, -1000.0]])
         labels = torch.tensor([0, 0, 1, 1])
-        test = torch.tensor([[2.0, 0.1], [0.1, 3.0], [1.0, 0.0]])
-        assert neighbour_accuracy(features, labels, test, torch.tensor([0, 1, 1]), k=2) == pytest.approx(200 / 3)
+        test = torch.tensor([[2.0, 500.0], [-3.0, 900.0], [1.0, -800.0]])
+        assert linear_accuracy(features, labels, test, torch.tensor([0, 1, 1])) == pytest.approx(200 / 3)
 
-    def test_a_near_neighbour_outweighs_two_far_ones(self):
-        features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-        labels = torch.tensor([0, 1, 1])
-        # exp(1 / 0.1) against twice exp(0)
-        assert neighbour_accuracy(features, labels, torch.tensor([[1.0, 0.0]]), torch.tensor([0]), k=3) == 100.0
+    def test_classes_that_no_plane_separates_are_not(self):
+        features = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]])
+        assert linear_accuracy(features, torch.tensor([0, 0, 1, 1]), features, torch.tensor([0, 0, 1, 1])) <= 75.0
 
 
 class TestAugmentation:

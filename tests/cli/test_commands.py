@@ -215,7 +215,7 @@ class TestScore:
         (world / "w.safetensors").rename(world / "elsewhere.safetensors")
         code, _, err = nmd("score", "m.nmd", "new")
         assert code == 1
-        assert "Say where they are with --weights" in err
+        assert "Pass them with --weights" in err
         assert nmd("score", "m.nmd", "new", "--weights", "elsewhere.safetensors")[0] == 0
 
     def test_other_weights_are_refused(self, saved, nmd, world):

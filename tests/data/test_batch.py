@@ -147,7 +147,7 @@ def test_a_sampler_of_some_rows_counts_these():
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.zeros(3, ">f4"), np.zeros(3, "datetime64[s]")])
 def test_an_array_that_torch_does_not_have_is_told(array):
-    with pytest.raises(InputError, match="Expected an array of numbers that torch has, but got one of dtype"):
+    with pytest.raises(InputError, match="Expected an array of a type that torch supports, but got one of dtype"):
         to_batch(array)
 
 

@@ -81,7 +81,7 @@ def test_an_infinite_score_is_a_score(model, images):
 
 def test_a_decision_is_neither_true_nor_false_and_can_be_cut(model, images):
     decision = fitted(model, images, scorer="average").predict(images[:6])
-    with pytest.raises(InputError, match="Expected to be asked for `is_ood`"):
+    with pytest.raises(InputError, match="Expected `is_ood`: a decision on N inputs"):
         bool(decision)
     assert torch.equal(decision[2:4].score, decision.score[2:4])
     for last in (-1, 5, np.int64(5), torch.tensor(5)):

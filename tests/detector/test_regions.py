@@ -168,7 +168,7 @@ def test_the_map_of_a_layer_is_small_where_something_does_not_belong(fitted: Det
 
 
 def test_the_layer_of_a_map_must_be_watched(fitted: Detector) -> None:
-    with pytest.raises(InputError, match="watched layer with places, such as '1', '4', '7', but got '2'"):
+    with pytest.raises(InputError, match="watched layer with positions, such as '1', '4', '7', but got '2'"):
         fitted.region_map(_images(1, 1), layer="2")
 
 

@@ -96,7 +96,7 @@ def test_a_newer_file_asks_for_an_upgrade(saved):
 def test_a_file_must_say_its_version(saved, version):
     metadata = json.dumps({"__metadata__": {"neuralmean": json.dumps({"format_version": version})}}).encode()
     saved.write_bytes(struct.pack("<Q", len(metadata)) + metadata)
-    with pytest.raises(ArtefactError, match="Expected .* to say its format version"):
+    with pytest.raises(ArtefactError, match="Expected .* to state its format version"):
         Artefact.read(saved)
 
 

@@ -1,1 +1,1 @@
-"""The paper as a program: data, models, protocols, baselines, experiments."""
+"""The paper's experiments as a program: data, models, protocols, baselines, experiments."""

@@ -1,9 +1,9 @@
-"""Channel statistics, logits and features of image sets, computed once and kept on disk.
+"""Channel statistics, logits and features of image sets, computed once and cached on disk.
 
-An entry belongs to everything that its numbers depend on: the weights, the preprocessing, the images, the layers. It is
-written part by part, each with a digest, so that one mechanism serves three needs: a killed run resumes where it stopped,
-a damaged file is detected and only its damaged parts are computed again, and incomplete parts are never read. Runs
-at once share the parts among them by locks that the system releases when a process dies. Independent of methods.
+The key of an entry covers everything that its numbers depend on: weights, preprocessing, images and layers. An entry is
+written in parts, each with a digest. A killed run therefore resumes where it stopped, only the damaged parts of a file
+are computed again, and incomplete parts are never read. Concurrent runs divide the parts among them by file locks,
+which the system releases when a process dies.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _INDEX = "entry.json"
 
 @dataclass(frozen=True)
 class Features:
-    """What the forward passes over one image set showed; rows are images, in the order of the set.
+    """Recorded statistics of one image set; rows are images, in the order of the set.
 
     Attributes:
         layers: The watched layers, in the order of the columns.
         means: Channel means, shape (N, D), float32.
-        variances: Channel variances, shape (N, D), where they were requested.
-        logits: Shape (N, K), where the model has a class head.
-        feature: Input of that head, shape (N, F).
-        seconds: How long the forward passes took, whenever they ran.
+        variances: Channel variances, shape (N, D); None unless they were requested.
+        logits: Shape (N, K); None if the model has no class head.
+        feature: Input of the class head, shape (N, F).
+        seconds: Duration of the forward passes, which may have run earlier.
     """
 
     layers: tuple[Layer, ...]
@@ -65,7 +65,7 @@ class Features:
 
 
 def compute(trained: TrainedModel, images: ImageSet, *, variance: bool = False) -> Features:
-    """Run the model over `images` now and keep everything in memory: no cache."""
+    """Run the model over `images` now, without the cache."""
     layers = select_layers(trained.model)
     observer = Observer(trained.model, layers, variance=variance, head=FIND_HEAD)
     begun = time.perf_counter()
@@ -77,7 +77,7 @@ class Store:
     """A folder of features, each computed on first use.
 
     Args:
-        root: The folder; made when needed. Anything in it can be deleted at any time between runs.
+        root: The folder, created when needed. Its content may be deleted between runs.
     """
 
     def __init__(self, root: Path | str) -> None:
@@ -92,13 +92,13 @@ class Store:
         layers: str | Sequence[str] | None = None,
         variance: bool = False,
     ) -> Features:
-        """Return the features of `images`, from the disk where they are there, else computed and kept.
+        """Return the features of `images`, from the cache if they are there; otherwise compute and cache them.
 
         Args:
             trained: The model; its weights and its preprocessing are part of the key.
             images: The set; its digest is part of the key.
             layers: Dotted names or globs; None takes what `Detector` would.
-            variance: Whether variances are needed. An entry that has them also serves those who do not need them.
+            variance: Whether variances are needed. An entry with variances also serves requests without.
         """
         chosen = select_layers(trained.model, layers)
         keys = {flag: _key(trained, images, chosen, flag) for flag in (False, True)}
@@ -112,7 +112,7 @@ class Store:
         return self._open[name]
 
     def has(self, trained: TrainedModel, images: ImageSet, *, variance: bool = False) -> bool:
-        """Whether an entry for `images` is on disk, complete or begun."""
+        """Whether an entry for `images` is on disk, complete or not."""
         return self._has(_key(trained, images, select_layers(trained.model), variance))
 
     def _has(self, key: dict[str, Any]) -> bool:
@@ -141,7 +141,7 @@ class Store:
 
 
 class _Entry:
-    """One folder of arrays and an index with the digest of every part that is done."""
+    """One folder of arrays and an index with the digest of every finished part."""
 
     def __init__(self, folder: Path, key: dict[str, Any], rows: int) -> None:
         self.folder, self.key, self.rows = folder, key, rows
@@ -158,11 +158,11 @@ class _Entry:
         return part * PART, min(self.rows, (part + 1) * PART)
 
     def turn(self) -> AbstractContextManager[bool]:
-        """Inside the block no other process changes the entry."""
+        """Keep other processes from changing the entry inside the block."""
         return locked(self.folder / "lock")
 
     def claims(self) -> Iterator[int]:
-        """Yield the missing parts one by one, each to be computed by this process: several share the work on an entry."""
+        """Yield the missing parts that this process should compute; several processes share the work on an entry."""
         while missing := self.missing():
             for part in missing:
                 with locked(self._claim(part), wait=False) as mine:
@@ -182,7 +182,7 @@ class _Entry:
         return self.parts[part] is None
 
     def _catch_up(self) -> None:
-        """Look at the index again, for what others have done in the meantime."""
+        """Reload the index, which other processes may have changed."""
         held = _read_json(self.folder / _INDEX)
         if held is not None and held.get("key") == self.key and len(held["parts"]) == len(self.parts):
             self.widths = held["widths"]
@@ -192,7 +192,7 @@ class _Entry:
         return [index for index, part in enumerate(self.parts) if part is None]
 
     def load(self) -> None:
-        """Take over the parts on disk whose digests are right, and say so where some are not."""
+        """Load the list of finished parts whose digests match, and warn about the others."""
         index = self.folder / _INDEX
         if not index.exists():
             return
@@ -219,7 +219,7 @@ class _Entry:
             self._write_index()
 
     def write(self, part: int, rows: ChannelStats, seconds: float) -> None:
-        """Put the rows of one part on disk, then say in the index that they are there."""
+        """Write the rows of one part, then mark the part as finished in the index."""
         tensors = dict(zip(ARRAYS, (rows.means, rows.variances, rows.logits, rows.feature), strict=True))
         arrays = {
             name: np.ascontiguousarray(value.float().numpy()) for name, value in tensors.items() if value is not None
@@ -240,7 +240,7 @@ class _Entry:
             raise _cannot_write(self.folder, error) from error
 
     def open(self, layers: tuple[Layer, ...]) -> Features:
-        """Map the arrays into memory; all parts must be there."""
+        """Map the arrays into memory; all parts must be finished."""
         # Copy on write: torch requires writable memory, and nothing written reaches the file.
         maps = {name: torch.from_numpy(np.load(self._path(name), mmap_mode="c")) for name in self.widths}
         seconds = sum(part["seconds"] for part in self.parts if part is not None)
@@ -283,7 +283,7 @@ class _Entry:
 
     def _complain(self, why: str) -> None:
         warnings.warn(
-            f"The features kept in {str(self.folder)!r} are damaged ({why}): what is lost is computed again.",
+            f"The features cached in {str(self.folder)!r} are damaged ({why}). The damaged parts are computed again.",
             NeuralMeanWarning,
             stacklevel=5,
         )
@@ -313,7 +313,7 @@ def _key(trained: TrainedModel, images: ImageSet, layers: Sequence[Layer], varia
 
 
 def _resizing(trained: TrainedModel) -> dict[str, Any]:
-    """What of the key belongs to models that resize their images; nothing for the paper's, whose sets have their size."""
+    """Return the part of the key for models that resize their images; empty for the paper's models, which do not."""
     if trained.size == SIZE:
         return {}
     return {"size": trained.size, "interpolation": trained.interpolation, "crop_fraction": trained.crop_fraction}
@@ -348,5 +348,5 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _cannot_write(folder: Path, error: OSError) -> ArtefactError:
     why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
     return ArtefactError(
-        f"Expected to keep features in {str(folder)!r}, but {why}. Choose another cache folder; parts that are done stay."
+        f"Expected to cache features in {str(folder)!r}, but {why}. Choose another cache folder; finished parts stay."
     )

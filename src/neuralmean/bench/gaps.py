@@ -1,4 +1,4 @@
-"""Which of the paper's cells have no row: what a reader would miss, said in a sentence that is made of the rows."""
+"""Names the cells of the paper's tables that were not measured, in sentences generated from the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neuralmean.bench.results import Row
 
 
 def not_measured(experiment: str, rows: Sequence[Row]) -> str:
-    """Name the cells of the paper that an experiment has no row for; nothing where it has one for each.
+    """Name the cells of the paper that an experiment has no row for; empty if there are none.
 
     A cell for ResNet-34 that has a figure of a smaller residual network counts as measured.
 
@@ -37,7 +37,7 @@ def not_measured(experiment: str, rows: Sequence[Row]) -> str:
 
 
 def _group(cells: Sequence[Printed], lost: set[Printed]) -> str:
-    """Name cells by what they share: whole models first, then whole sets, whole methods, and single cells at last."""
+    """Group cells by what they share: first whole models, then whole sets, whole methods, and finally single cells."""
     if len(lost) == len(cells):
         return "all of it"
     case = _case_of(cells)
@@ -58,7 +58,7 @@ def _group(cells: Sequence[Printed], lost: set[Printed]) -> str:
 
 
 def _case_of(cells: Sequence[Printed]) -> Callable[[Printed], str]:
-    """How to name a cell's model; with the set that it was trained on where the table has several."""
+    """Return a function that names a cell's model, with the set it was trained on if the table has several."""
     one = len({cell.id for cell in cells}) == 1
 
     def name(cell: Printed) -> str:
@@ -68,7 +68,7 @@ def _case_of(cells: Sequence[Printed]) -> Callable[[Printed], str]:
 
 
 def _with(cells: Sequence[Printed], rest: Sequence[Printed], case: Callable[[Printed], str]) -> str:
-    """Say which models sets or methods are missing with, where the table has more than one."""
+    """Name the models for which sets or methods are missing, if the table has more than one."""
     every, left = (list(dict.fromkeys(case(cell) for cell in some)) for some in (cells, rest))
     if len(every) == 1:
         return ""

@@ -1,7 +1,7 @@
 """The paper's figures, drawn from rows: bars of AUROC, scatter of mini-batches, layers, time against AUROC.
 
-Every plot comes back as SVG text; the same rows give the same text. A plot shows one run of a model: of several limits
-the largest, of several seeds the first, and its heading says which. Tables have them all.
+Plots are returned as SVG text; the same rows give the same text. A plot shows one run of a model, the one with the
+largest limit and the first seed, as its heading says; tables show all runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from neuralmean.bench.results import Row
 from neuralmean.errors import MissingExtraError
 
 GREEN, RED, BLUE, PINK = "#1b7f3b", "#c62828", "#0b5fa5", "#9c4f96"  # the colours of the HTML report
-PEERS = ("#cfd6df", "#b3bdc9", "#98a4b3", "#7f8c9c", "#667485")  # greys: the eye goes to what is ours
+PEERS = ("#cfd6df", "#b3bdc9", "#98a4b3", "#7f8c9c", "#667485")  # greys, so that our methods stand out
 OURS = ("#7cc0f5", "#3a8fd0", "#0b5fa5", "#08406f")
 TEXT, AXIS, GRID = "#181b20", "#9aa3af", "#e8ebef"
-MOST_BARS = 10  # for one OOD set; with more methods their means are easier to read
+MOST_BARS = 10  # for one OOD set; for more methods, a plot of means is easier to read
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing: a name for its file, words for those who cannot see it, and the SVG."""
+    """A plot: its file name, alternative text, and the SVG."""
 
     name: str
     alt: str
@@ -52,10 +52,7 @@ def draw(experiment: str, rows: Sequence[Row]) -> list[Plot]:
 
 
 def one_run(rows: Sequence[Row]) -> tuple[list[Row], str]:
-    """Return the rows of the largest limit and, of these, of the first seed, and words for which ones these are.
-
-    The words are empty where there is no choice.
-    """
+    """Return the rows with the largest limit and the first seed, and a text that names both, if there is a choice."""
     limit = max(rows, key=_limit_of).get("limit")
     kept = [row for row in rows if row.get("limit") == limit]
     seed = min(row["seed"] for row in kept)
@@ -118,7 +115,7 @@ def _is_ours(method: str) -> bool:
 
 
 def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:
-    """Mean AUROC over the OOD sets: peers, ours, and where they were measured parts of ours, one bar each."""
+    """Mean AUROC over the OOD sets: one bar for each peer, each of our methods and, if measured, each part of ours."""
     found: dict[str, list[float]] = {}
     ours: dict[str, bool] = {}
     for row in rows:
@@ -143,7 +140,7 @@ def _ladder(name: str, title: str, rows: Sequence[Row]) -> Plot:
 
 
 def _scatters(experiment: str, rows: Sequence[Row], which: str) -> list[Plot]:
-    """Scores of mini-batches, one panel a batch size, as in figures 3 and 8."""
+    """Scores of mini-batches, one panel per batch size, as in figures 3 and 8."""
     found = []
     for kind, ood in dict.fromkeys((row["kind"], row["ood"]) for row in rows):
         own = [row for row in rows if (row["kind"], row["ood"]) == (kind, ood)]
@@ -168,7 +165,7 @@ def _scatters(experiment: str, rows: Sequence[Row], which: str) -> list[Plot]:
 
 
 def _layers(rows: Sequence[Row], which: str) -> Plot:
-    """Importance of each layer above, AUROC of the first k layers below, as in figure 7."""
+    """Importance of each layer (top) and AUROC of the first k layers (bottom), as in figure 7."""
     oods = list(dict.fromkeys(row["ood"] for row in rows))
     figure, axes = _figure(width=4.5 * len(oods), height=5.0, columns=len(oods), lines=2, squeeze=False)
     for column, (ood, colour) in enumerate(zip(oods, (BLUE, PINK, GREEN, RED) * 3, strict=False)):
@@ -188,7 +185,7 @@ def _layers(rows: Sequence[Row], which: str) -> Plot:
 
 def _latency(rows: Sequence[Row], which: str) -> Plot:
     """AUROC against the time to fit and against the time for one image, as in figure 1."""
-    rows = [row for row in rows if row["auroc"] is not None]  # the others are times of a frozen detector
+    rows = [row for row in rows if row["auroc"] is not None]  # the other rows are times of a frozen detector
     figure, axes = _figure(width=9.0, height=4.6, columns=2)
     panels = (("fit_seconds", "time to fit, s"), ("ratio", "one image, times the plain forward pass"))
     for panel, (key, label) in zip(axes, panels, strict=True):
@@ -207,15 +204,15 @@ def _latency(rows: Sequence[Row], which: str) -> Plot:
 
 
 def _label(panel: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Label each point to its right or left, higher or lower, where there is room."""
+    """Place the label of each point on the side with room."""
     panel.margins(x=0.2, y=0.1)
-    panel.figure.draw_without_rendering()  # what is where is known from now on
-    scale = 72 / panel.figure.dpi  # everything below in points
+    panel.figure.draw_without_rendering()  # fixes the layout, which positions depend on
+    scale = 72 / panel.figure.dpi  # in points from here on
     places = [panel.transData.transform(point[:2]) * scale for point in points]
     right, top = panel.bbox.xmax * scale, panel.bbox.ymax * scale - 5
     taken = [(x - 3, x + 3, y) for x, y in places]
     for (x, y, text), (at, base) in sorted(zip(points, places, strict=True), key=lambda pair: -pair[0][1]):
-        width = 3.9 * len(text)  # of a letter of size 7, about
+        width = 3.9 * len(text)  # approximate size of a letter at font size 7
         spots = [
             (left, base + lift)
             for lift in sorted(range(-80, 81, 2), key=abs)

@@ -1,7 +1,7 @@
-"""Who may learn from what: the paper's four protocols, and the wall between images to fit on and images to judge by.
+"""The paper's four protocols, which say what a method may learn from, and the separation of fit and test images.
 
-A method's `fit` takes `FitSet`s only, and a `FitSet` cannot be made of test images: a set whose split is `"test"` is
-refused, and images that also occur in a test set (CIFAR has a few) are left out. Independent of models and scores.
+A method's `fit` takes `FitSet`s only, and a `FitSet` cannot be made from test images: a set whose split is `"test"` is
+rejected, and images that also occur in a test set (CIFAR has a few) are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 SHOTS = 25  # of each kind, the paper's few-shot protocol
 DRAWS = 10
-FIT_SHARE = 0.2  # of a set that has no train part
+FIT_SHARE = 0.2  # of a set without a train split
 _SHARED_AT_MOST = 0.1
 
 Indices = npt.NDArray[np.int64]
@@ -32,9 +32,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FitSet:
-    """Images that a method may learn from: some rows of a set, none of them a test image.
+    """Images that a method may learn from: rows of a set, none of them a test image.
 
-    Make one with `FitSet.of`. `source` is the whole set, whose features are computed once; `rows` those in use.
+    Create one with `FitSet.of`. `source` is the whole set, whose features are computed once; `rows` are the rows in
+    use.
     """
 
     source: ImageSet
@@ -43,20 +44,20 @@ class FitSet:
     def __post_init__(self) -> None:
         if self.source.split == "test":
             raise InputError(
-                f"Expected images to fit on, but got the test part of {self.source.name!r}. "
-                "A test image must not reach a fit: pass the train part, or `split_off` a part of a set without one."
+                f"Expected images to fit on, but got the test split of {self.source.name!r}. "
+                "Test images must not be fitted on. Pass the train split, or `split_off` a part of a set without one."
             )
 
     @classmethod
     def of(cls, images: ImageSet, *, apart_from: Iterable[EvalSet]) -> FitSet:
-        """Admit the images of a train set that occur in none of the sets that will be judged.
+        """Return the images of a train set that occur in none of the test sets.
 
         Args:
             images: The set.
-            apart_from: Every set that will be judged.
+            apart_from: Every test set.
 
         Raises:
-            InputError: A test set, or a set that shares more than a tenth of its images with a test set.
+            InputError: The set is a test set, or shares more than a tenth of its images with one.
         """
         judged: set[bytes] = set()
         for other in apart_from:
@@ -96,7 +97,7 @@ class FitSet:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Images that scores are judged by."""
+    """Test images."""
 
     source: ImageSet
 
@@ -113,13 +114,13 @@ class EvalSet:
         return self.source.digest
 
     def image_digests(self) -> list[bytes]:
-        """Digest of every single image."""
+        """Digest of each image."""
         return _image_digests(self.source)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one fit gets: in-distribution images and, where the protocol gives them, OOD images."""
+    """The data of one fit: in-distribution images and, if the protocol provides them, OOD images."""
 
     protocol: Protocol
     inliers: FitSet
@@ -128,10 +129,10 @@ class Draw:
 
 
 def split_off(images: ImageSet, *, share: float = FIT_SHARE, seed: int = 0) -> tuple[ImageSet, ImageSet]:
-    """Cut a set without a train part in two: a part to fit on (`split` "fit") and the rest to test on.
+    """Split a set without a train split in two: a part to fit on (`split` "fit") and the rest to test on.
 
-    The ODIN sets (LSUN, iSUN, ImageNet) and Textures have one part only. A random 20 % of it, always the same for the
-    same set, takes the place of a train set; the rest is the test set of every protocol, so that figures compare.
+    The ODIN sets (LSUN, iSUN, ImageNet) and Textures have a single split. A random 20 % of it, the same for every run,
+    serves as the train set; the rest is the test set of every protocol, so that figures are comparable.
     """
     count = round(share * len(images))
     if not 1 <= count < len(images):
@@ -144,14 +145,14 @@ def split_off(images: ImageSet, *, share: float = FIT_SHARE, seed: int = 0) -> t
 
 
 def full_access(inliers: FitSet, outliers: FitSet, *, seed: int = 0) -> list[Draw]:
-    """The OOD set's own train images are there to fit on."""
+    """Fit on the OOD set's own train images too."""
     return [Draw("full-access", inliers, outliers, seed)]
 
 
 def few_shot(inliers: FitSet, outliers: FitSet, *, shots: int = SHOTS, draws: int = DRAWS, seed: int = 0) -> list[Draw]:
-    """Only `shots` ID and `shots` OOD images are there; several draws, to tell luck from merit.
+    """Fit on `shots` ID and `shots` OOD images, in several draws.
 
-    Another `seed` shares no draw with this one.
+    Different seeds share no draw.
     """
     if draws < 1:
         raise InputError(f"Expected `draws` to be at least 1, but got {draws!r}.")
@@ -160,26 +161,26 @@ def few_shot(inliers: FitSet, outliers: FitSet, *, shots: int = SHOTS, draws: in
 
 
 def with_inliers(draws: Sequence[Draw], inliers: FitSet, count: int) -> list[Draw]:
-    """The same draws with `count` ID images each, or all where there are fewer; those that were there stay."""
+    """Return the same draws extended to `count` ID images each, or to all images if there are fewer."""
     count = min(count, len(inliers))
     return [replace(draw, inliers=inliers.draw(count, seed=draw.seed)) for draw in draws]
 
 
 def zero_shot(inliers: FitSet, *, seed: int = 0) -> list[Draw]:
-    """No OOD image is there; methods that need some get ID images with their blocks permuted."""
+    """Fit on ID images only; methods that need OOD images get ID images with their blocks permuted."""
     return [Draw("zero-shot", inliers, inliers.crafted(seed=seed), seed)]
 
 
 def id_only(inliers: FitSet, *, seed: int = 0) -> list[Draw]:
-    """No OOD image is there, not even a crafted one; methods that tune on some use their authors' usual values."""
+    """Fit on ID images only, without crafted ones; methods tuned on OOD images use their authors' default values."""
     return [Draw("id-only", inliers, None, seed)]
 
 
 def transfer(inliers: FitSet, outliers: FitSet, *, tested_on: Sequence[str], seed: int = 0) -> list[Draw]:
-    """Images of one OOD set are there; the sets `tested_on` are others."""
+    """Fit on images of one OOD set and test on others."""
     if outliers.name in tested_on:
         raise InputError(
-            f"Expected to test on sets that the fit has not seen, but got {outliers.name!r} on both sides. "
+            f"Expected to test on sets that the fit has not seen, but got {outliers.name!r} for both sides. "
             "Leave it out, or use the full-access protocol."
         )
     return [Draw("transfer", inliers, outliers, seed)]

@@ -1,6 +1,6 @@
-"""From a results file to a page that people read: every experiment's figures next to the paper's, with the difference.
+"""Turns a results file into a page: every experiment's figures next to the paper's, with the difference.
 
-Writes HTML (one file, plots inside) and Markdown (plots in a folder next to it). Reads rows only; measures nothing.
+Writes HTML (one file with its plots) and Markdown (plots in a folder next to it).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEGEND = (
     "ImageNet-R, LSUN-C and LSUN-R; today ImageNet-C and ImageNet-R mean other sets."
 )
 
-_LONG = 20  # rows; a longer table is folded in Markdown
+_LONG = 20  # rows; longer tables are collapsed in Markdown
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ def write(results: Path | str, *, html: Path | str | None = None, markdown: Path
     """Write the report of a results file and return the files written.
 
     Args:
-        results: The file that `experiments.run` made.
-        html: Where the HTML page goes.
-        markdown: Where the Markdown page goes; its plots go to a folder `<stem>-plots` next to it.
+        results: The file written by `experiments.run`.
+        html: Path of the HTML page.
+        markdown: Path of the Markdown page; its plots go to a folder `<stem>-plots` next to it.
     """
     if html is None and markdown is None:
-        raise InputError("Expected `html` or `markdown` to say where the report goes, but both are None.")
+        raise InputError("Expected a path as `html` or `markdown`, but both are None.")
     rows = read_rows(results)
     if not rows:
-        raise InputError(f"Expected rows in {str(results)!r}, but it has none yet. Make some with `nmd bench run`.")
+        raise InputError(f"Expected rows in {str(results)!r}, but it has none yet. Run `nmd bench run` first.")
     sections = build(rows)
     written: list[Path] = []
     if html is not None:
@@ -99,7 +99,7 @@ def build(rows: Sequence[Row]) -> list[Section]:
 
 
 def in_order(experiment: experiments.Experiment, rows: Sequence[Row]) -> list[Row]:
-    """Rows in the order of the experiment's cases, methods and OOD sets, whatever order they were measured in."""
+    """Sort rows by the experiment's cases, methods and OOD sets."""
     cases = [(case.model, case.id) for case in experiment.cases]
     sets = {(case.model, case.id): case.oods for case in experiment.cases}
 
@@ -149,13 +149,13 @@ def to_markdown(sections: Iterable[Section], rows: Sequence[Row], plots_folder: 
 
 
 def _folded(table: Table) -> list[str]:
-    """Return a long table that a click opens: the page stays one that can be read."""
+    """Return a long table as a collapsed block."""
     summary = f"<summary>{escaping.escape(table.caption)}: {len(table.rows)} rows</summary>"
     return [f"<details>\n{summary}", _markdown_table(table), "</details>"]
 
 
 def _where(section: Section) -> str:
-    """Return which part of the paper an experiment reproduces, or that it is not in the paper."""
+    """Name the part of the paper that an experiment reproduces, or say that it is not in the paper."""
     first, rest = section.reference[:1], section.reference[1:]
     if section.reference.startswith("not in the paper"):
         return f"{first.upper()}{rest}."
@@ -169,7 +169,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def to_html(sections: Iterable[Section], rows: Sequence[Row]) -> str:
-    """Return the report as one HTML page that needs nothing from outside."""
+    """Return the report as one self-contained HTML page."""
     body: list[str] = [f"<h1>Results</h1><p>{_text(_summary(rows))}</p><p>{_text(_LEGEND)}</p>"]
     sections = list(sections)
     links = " · ".join(f'<a href="#{section.name}">{_text(section.name)}</a>' for section in sections)

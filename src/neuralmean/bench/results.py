@@ -1,7 +1,6 @@
-"""Rows of figures in one JSON file: the row's format, and a file that a killed run leaves whole.
+"""Rows of figures in one JSON file: the format of a row, and atomic writes.
 
-A row says what was measured on what; `Results` adds rows one at a time and knows which ones are already there, which is
-all that going on after an interruption takes. Does not compute figures.
+`Results` adds rows one at a time and finds those already there, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ COLUMNS = (
     "seed",
     "seconds",
 )
-# What identifies a row; `setting` is what an experiment varies (a batch size, a number of layers).
+# The columns that identify a row; `setting` is what an experiment varies (a batch size, a number of layers).
 IDENTITY = ("experiment", "model", "id", "ood", "method", "protocol", "seed", "setting", "limit")
 
-MOST_BYTES = 1 << 28  # of a results file; a row has less than a kilobyte, or some with the scores of mini-batches
+MOST_BYTES = 1 << 28  # of a results file; a row takes less than a kilobyte, or a few with the scores of mini-batches
 
 Row = dict[str, Any]
 
 
 def make_row(figures: Mapping[str, Any], **extra: Any) -> Row:
-    """Return a row with its columns in the order of `COLUMNS` and whatever else there is after them.
+    """Return a row with the columns in the order of `COLUMNS`, followed by any further values.
 
     Args:
-        figures: A value for every column; AUROC, TNR95 and accuracy in percent, None where there is no such figure.
+        figures: A value for every column; AUROC, TNR95 and accuracy in percent, None if there is no such figure.
         extra: Further values, such as confidence intervals; JSON values only.
 
     Example:
@@ -59,20 +58,20 @@ def make_row(figures: Mapping[str, Any], **extra: Any) -> Row:
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells this row from others."""
+    """Return the values that identify a row."""
     return tuple(row.get(name) for name in IDENTITY)
 
 
 class Results:
-    """A JSON file with a list of rows; what is added is on disk before the next is computed.
+    """A JSON file with a list of rows; each addition is written before the next row is computed.
 
-    Several processes may add rows to one file: each takes its turn and keeps what the others wrote.
+    Several processes may add rows to one file; none overwrites the rows of another.
 
     Args:
         path: The file; it need not exist yet.
 
     Raises:
-        ArtefactError: The file holds something else; it is not changed.
+        ArtefactError: The file is not a results file; it is not changed.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -86,12 +85,12 @@ class Results:
         return iter(self._rows.values())
 
     def find(self, row: Mapping[str, Any]) -> Row | None:
-        """Return the row that is there with the same identity and made of the same `inputs`, or None."""
+        """Return the existing row with the same identity and the same `inputs`, or None."""
         held = self._rows.get(identity(row))
         return held if held is not None and held.get("inputs") == row.get("inputs") else None
 
     def add(self, *new: Row) -> None:
-        """Add rows, each in place of one with the same identity, to what is in the file by now, and write it."""
+        """Add rows to the current content of the file, replacing those with the same identity, and write it."""
         with locked(self.path.with_name(f".{self.path.name}.lock")):
             there = read_rows(self.path) if self.path.exists() else []
             rows = {identity(one): one for one in (*there, *new)}
@@ -103,7 +102,7 @@ def read_rows(path: Path | str) -> list[Row]:
     """Read the rows of a results file.
 
     Raises:
-        ArtefactError: No file, or one that is not a list of rows.
+        ArtefactError: There is no such file, or it is not a list of rows.
     """
     path = Path(path)
     try:
@@ -114,7 +113,7 @@ def read_rows(path: Path | str) -> list[Row]:
         held = json.loads(content.decode("utf-8"))
     except FileNotFoundError:
         raise ArtefactError(
-            f"Expected a results file at {str(path)!r}, but there is none. Make one with `nmd bench run`."
+            f"Expected a results file at {str(path)!r}, but there is none. Run `nmd bench run` first."
         ) from None
     except (OSError, ValueError) as error:
         raise ArtefactError(
@@ -129,7 +128,7 @@ def read_rows(path: Path | str) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows, one a line, whole or not at all."""
+    """Write rows atomically, one per line."""
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
     with write_atomically(path, "w") as handle:
         handle.write(f"[\n{lines}\n]\n" if rows else "[]\n")

@@ -10,10 +10,10 @@ from neuralmean.bench.tables import Table, accuracy_words, make_tables, near_and
 
 
 def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
-    """Return tables of one figure, in percent, with the mean over the sets that every method of the table has.
+    """Return tables of one figure, in percent, with the mean over the sets that all methods of a table have.
 
     Args:
-        rows: Rows of a results file; those without the figure are left out.
+        rows: Rows of a results file; rows without the figure are skipped.
         figure: `"auroc"` or `"tnr95"`.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
@@ -29,7 +29,7 @@ def as_text(rows: Sequence[Row], *, figure: str = "auroc") -> str:
 
 
 def _alarms(rows: Sequence[Row]) -> list[str]:
-    """Return one table of false-alarm rates, or none where there are no such rows."""
+    """Return one table of false-alarm rates, or none if there are no such rows."""
     lines = [
         f"{row['model']:<22}{row['setting']:<38}{row['false_alarms']:6.1f} %  [{row['false_alarms_ci'][0]:.1f}, "
         f"{row['false_alarms_ci'][1]:.1f}]  of {row['n_id']}"
@@ -39,13 +39,13 @@ def _alarms(rows: Sequence[Row]) -> list[str]:
 
 
 def _tables(key: tuple[str, ...], rows: list[Row], figure: str) -> list[str]:
-    """Return the table of a figure, and for ImageNet the means over near and far sets, as on OpenOOD's leaderboard."""
+    """Return the table of a figure and, for ImageNet, the means over near and far sets, as on OpenOOD's leaderboard."""
     whole = _table(key, rows, figure)
     return [whole, _aligned(near_and_far(titles.of_model(key[1]), rows), ", %")] if key[0] == "imagenet" else [whole]
 
 
 def _aligned(table: Table, unit: str) -> str:
-    """Return a table as text, names to the left and figures to the right."""
+    """Return a table as text, names aligned left and figures right."""
     lines = [table.columns, *table.rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(table.columns))]
     ordered = ("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines)

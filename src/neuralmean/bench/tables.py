@@ -69,7 +69,7 @@ def _overview(caption: str, rows: Sequence[Row]) -> Table:
 
 
 def near_and_far(caption: str, rows: Sequence[Row]) -> Table:
-    """AUROC and FPR95, averaged over near and over far OOD sets, as OpenOOD's leaderboard has them."""
+    """AUROC and FPR95, averaged over near and over far OOD sets, as on OpenOOD's leaderboard."""
     groups = {
         "near": [name for name in NEAR if any(row["ood"] == name for row in rows)],
         "far": list(dict.fromkeys(row["ood"] for row in rows if row["ood"] not in (*NEAR, *ALTERATIONS))),
@@ -153,7 +153,7 @@ def _detail(caption: str, rows: Sequence[Row]) -> Table:
 
 
 def _run_of(row: Row) -> tuple[Any, ...]:
-    """What rows share that were measured in one go."""
+    """Return the values shared by all rows of one run."""
     return tuple(row.get(key) for key in ("model", "id", "ood", "seed", "limit"))
 
 
@@ -200,7 +200,7 @@ def _latency_table(rows: Sequence[Row], apart: Sequence[str]) -> Table:
 
 
 def accuracy_words(rows: Sequence[Row]) -> str:
-    """Say how accurate the model of some rows is, and whether that is less than its architecture should reach.
+    """Describe the accuracy of a model, and whether it falls short of its architecture.
 
     Example:
         >>> accuracy_words([{"model": "resnet34", "id": "cifar10", "model_accuracy": 88.4}])
@@ -211,16 +211,17 @@ def accuracy_words(rows: Sequence[Row]) -> str:
         return ""
     weak = any(is_weak(row["model"], row["id"], row.get("model_accuracy")) for row in rows)
     said = " and ".join(f"{value:.1f}" for value in known)
-    return f" ({said} % accuracy{': a weak network' if weak else ''})"
+    probe = " of a linear probe" if any(row["model"].startswith("moco-") for row in rows) else ""
+    return f" ({said} % accuracy{probe}{': a weak network' if weak else ''})"
 
 
 def told_apart_by(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Which of seed and limit rows have to be told apart by: those that are not the same for all of them."""
+    """Return which of seed and limit differ between rows, and so must be shown."""
     return tuple(key for key in ("seed", "limit") if len({row.get(key) for row in rows}) > 1)
 
 
 def label_of(row: Row, apart: Sequence[str] = ()) -> str:
-    """What a row is called in tables: its method, its setting, and whatever else distinguishes it."""
+    """Return the label of a row: its method, its setting, and whatever else distinguishes it."""
     setting = [str(row["setting"])] if row.get("setting") else []
     return ", ".join([titles.of_method(row["method"]), *setting, *_run_words(row, apart)])
 

@@ -182,7 +182,7 @@ def train(
             budget=None if budget is None else parse_duration(budget), precision=precision.value,
             compiled=compiled,
         )  # fmt: skip
-    found = trained.metadata.get("accuracy") or trained.metadata.get("neighbour_accuracy") or "not measured"
+    found = trained.metadata.get("accuracy") or trained.metadata.get("linear_accuracy") or "not measured"
     typer.echo(f"{out}: accuracy {found}", err=True)
 
 

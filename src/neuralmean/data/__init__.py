@@ -1,1 +1,1 @@
-"""Data: turns whatever the caller has (tensors, loaders, folders of images) into batches."""
+"""Data: converts tensors, loaders and folders of images into batches."""

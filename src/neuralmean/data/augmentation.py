@@ -1,4 +1,4 @@
-"""Images made from images: crafted out-of-distribution ones for the paper's zero-shot protocol, and rotated ones."""
+"""Augmented images: crafted out-of-distribution images for the paper's zero-shot protocol, and rotated images."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def permute_blocks(
     """Return the images with their `blocks` x `blocks` tiles in a random order, never the original one.
 
     The paper's crafted OOD data (appendix, "Crafting OOD data by pixel permuting"): 16 tiles of an image, permuted;
-    pixels inside a tile stay as they are. Where a side is not a multiple of `blocks`, the rows or columns left over at
-    the bottom and the right stay in place; a side shorter than `blocks` is cut into single pixels.
+    pixels inside a tile stay as they are. If a side is not a multiple of `blocks`, the remaining rows or columns at the
+    bottom and the right stay in place; a side shorter than `blocks` is divided into single pixels.
 
     Args:
         images: Shape (N, C, H, W), any type and size.
@@ -27,7 +27,7 @@ def permute_blocks(
         seed: Seed of that generator.
 
     Returns:
-        New images of the same shape and type; each image has a permutation of its own.
+        New images of the same shape and type, each with its own permutation.
 
     Example:
         >>> image = torch.arange(16.0).reshape(1, 1, 4, 4)
@@ -63,7 +63,7 @@ def permute_blocks(
 def rotate(images: Tensor, *, degrees: float = 15.0, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
     """Return the images, each rotated by a random angle of at most `degrees`; corners are filled by reflection.
 
-    A model has memorised its training images, but not these: they replace fresh images where there are none.
+    A model has memorised its training images but not their rotated copies, which can replace fresh images.
 
     Args:
         images: Floats of shape (N, C, H, W).

@@ -1,7 +1,7 @@
-"""Converts data of any supported kind into batches that the model can be called with.
+"""Converts data of any supported kind into batches for the model.
 
-Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches all become a stream of
-`Batch`es. Nothing here knows what a layer or a score is.
+Tensors, arrays, frames of pandas and polars, data loaders, datasets and iterables of batches become a stream of
+`Batch`es. Independent of layers and scores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one call of the model, and how many examples they hold."""
+    """The arguments of one call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor | None:
-        """How many tokens each input has, padding left out, int64 (N,); None for inputs that are no tokens."""
+        """How many tokens each input has, padding left out, int64 (N,); None if the inputs are not tokens."""
         if self.mask is not None:
             return (self.mask != 0).sum(dim=1).cpu()
         x = None if self.images is not None else self.first
@@ -119,13 +119,21 @@ def to_batch(value: Any) -> Batch:
     raise InputError(f"Expected a batch to be x, (x, y) or a dict of inputs, but got {_describe(value)}.")
 
 
+def call_batch(x: Any, inputs: Mapping[str, Any]) -> Batch:
+    """Return the positional and keyword inputs of a call as a batch."""
+    if x is None:
+        return to_batch(inputs)
+    batch = to_batch(x)
+    return Batch(batch.args, {**batch.kwargs, **inputs}) if inputs else batch
+
+
 def to_batches(data: Any, *, name: str = "data", batch_size: int = BATCH_SIZE) -> Iterator[Batch]:
     """Yield the batches of `data`.
 
     Args:
         data: A tensor, an array, a DataLoader, a Dataset or an iterable of batches.
-        name: What the caller calls it, for error messages.
-        batch_size: Rows per batch where `data` comes in one piece.
+        name: The argument's name in error messages.
+        batch_size: Rows per batch if the data is one tensor, array, frame or dataset.
 
     Raises:
         InputError: The data is of an unsupported kind, or empty.
@@ -155,13 +163,13 @@ def count_batches(data: Any, *, batch_size: int = BATCH_SIZE) -> int | None:
 
 
 def count_rows(data: Any) -> int | None:
-    """Return how many examples `data` has, if that is known without reading it; for a loader, at most one batch too many."""
+    """Return how many examples `data` has, if that is known without reading it; for a loader, up to one batch too many."""
     whole = _whole(data)
     try:
         if whole is not None:
             return len(whole)
         if isinstance(data, DataLoader) and data.batch_size is None:
-            data = data.batch_sampler  # torch's own loader has both
+            data = data.batch_sampler  # torch's loader has both attributes
         if isinstance(data, Dataset):
             return len(data)  # type: ignore[arg-type]
         if isinstance(data, (list, tuple)):
@@ -177,7 +185,7 @@ def check_input(batch: Batch, name: str, *, tokens: bool = False) -> None:
 
     Args:
         batch: The batch.
-        name: What the caller calls it, for error messages.
+        name: The argument's name in error messages.
         tokens: Whether the model takes integers (it has an embedding).
     """
     x = batch.first
@@ -250,7 +258,7 @@ def _are_images(value: Any) -> bool:
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether this is a DataFrame, of pandas or polars: neither library is imported."""
+    """Whether this is a DataFrame of pandas or polars, without importing either."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
@@ -258,7 +266,7 @@ def _frame_tensor(frame: Any) -> Tensor:
     """Return a table of numbers as float32, (N, columns)."""
     names = list(frame.columns)
     if not names or len(set(names)) < len(names):
-        raise InputError(f"Expected a DataFrame whose columns have names of their own, but got {names}.")
+        raise InputError(f"Expected a DataFrame with unique column names, but got {names}.")
     columns = [frame[name].to_numpy() for name in names]
     for name, column in zip(names, columns, strict=True):
         if column.dtype.kind not in "biuf":
@@ -296,12 +304,14 @@ def _to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
         raise InputError(
             "Expected an array of numbers, but got one of dtype object. Stack the examples to one shape first."
         )
-    if array.dtype == np.float64:  # numpy's default type, rarely a model's
+    if array.dtype == np.float64:  # numpy's default type, which models rarely use
         array = array.astype(np.float32)
     try:
         return torch.from_numpy(np.ascontiguousarray(array))
     except (TypeError, ValueError):  # strings, dates or another byte order
-        raise InputError(f"Expected an array of numbers that torch has, but got one of dtype {array.dtype}.") from None
+        raise InputError(
+            f"Expected an array of a type that torch supports, but got one of dtype {array.dtype}."
+        ) from None
 
 
 def _describe(value: Any) -> str:

@@ -1,9 +1,9 @@
 """Preprocessing of an image: 8 bits, the model's size, normalised.
 
-`Preprocessing` is a small frozen value that is saved with a detector, so that new photos are treated as they
-were at `fit`. It does what timm and torchvision do for evaluation, with Pillow and numpy: `pixels` (any image to uint8)
-can run in a worker process, `normalise` (uint8 to float tensor) in the process that holds the model. Torch is imported
-only where a tensor is made, because the workers that decode images must start fast and stay small. No file is read here.
+`Preprocessing` is a small frozen value that is saved with a detector, so that new photos are treated as at `fit`. It
+matches the evaluation transforms of timm and torchvision, with Pillow and numpy: `pixels` (any image to uint8) can run
+in a worker process, `normalise` (uint8 to float tensor) in the process that holds the model. Torch is imported only
+where a tensor is made, because decoding workers must start fast and stay small.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Preprocessing:
     """How images become the model's input.
 
     Attributes:
-        size: Height and width of the model's input; None leaves every image as large as it is.
+        size: Height and width of the model's input; None keeps the size of each image.
         mean: Mean of each channel, on a scale of 0 to 1, subtracted from the pixels.
         std: Standard deviation of each channel, by which the pixels are divided.
         interpolation: How pixels are resampled.
-        crop_fraction: Share of the resized image's side that the crop keeps; above 1 there is a black edge around it.
+        crop_fraction: Share of the resized image's side that the crop keeps; above 1 adds a black border.
         channels: 3 for RGB, 1 for greyscale.
-        crop: `"center"` resizes the short side to size / crop_fraction and cuts the centre; `"squash"` resizes both
-            sides and changes the proportions; `"border"` resizes the long side and fills up with the mean colour.
+        crop: `"center"` resizes the short side to size / crop_fraction and crops the centre; `"squash"` resizes both
+            sides, changing the aspect ratio; `"border"` resizes the long side and pads with the mean colour.
 
     Example:
         >>> preprocessing = Preprocessing((2, 2), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -65,7 +65,7 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.channels not in (1, 3) or isinstance(self.channels, bool):
             raise InputError(f"Expected `channels` to be 1 (greyscale) or 3 (RGB), but got {self.channels!r}.")
-        # Lists of ints are what JSON and the command line bring; equal settings must compare equal.
+        # JSON and the command line give lists of ints; equal settings must compare equal.
         object.__setattr__(self, "size", _checked_size(self.size))
         object.__setattr__(self, "mean", _checked_numbers("mean", self.mean, self.channels))
         object.__setattr__(self, "std", _checked_numbers("std", self.std, self.channels))
@@ -86,7 +86,7 @@ class Preprocessing:
 
         if self.size is None:
             return None
-        # Not zeros: a model may divide by the deviation of its input.
+        # Not zeros, as a model may divide by the deviation of its input.
         return torch.rand(1, self.channels, *self.size, generator=torch.Generator().manual_seed(0))
 
     def __call__(self, image: Image.Image) -> Tensor:
@@ -98,7 +98,7 @@ class Preprocessing:
         return self.normalise(self.array_pixels(images))
 
     def pixels(self, image: Image.Image) -> Pixels:
-        """One image of any mode and size as uint8 (H, W, C), resized and cropped where `size` says so."""
+        """One image of any mode and size as uint8 (H, W, C), resized and cropped if `size` is set."""
         image = as_8bit(image, self.channels)
         if self.size is not None:
             image = self._fit(image, self.size)
@@ -106,7 +106,7 @@ class Preprocessing:
         return array[:, :, None] if self.channels == 1 else array
 
     def array_pixels(self, images: Pixels) -> Pixels:
-        """Images (N, H, W, C) as uint8 (N, H', W', channels): `pixels` of each image, fast where nothing changes."""
+        """Images (N, H, W, C) as uint8 (N, H', W', channels): `pixels` of each image, fast if nothing changes."""
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3, 4):
             raise InputError(
                 "Expected images as uint8 with shape (N, H, W, C) and 1, 3 or 4 channels, "
@@ -132,7 +132,7 @@ class Preprocessing:
 
         # Torch warns about read-only memory, such as a memory-mapped file.
         batch = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
-        # Contiguous: convolutions choose their algorithm, and so their last bits, by the memory layout.
+        # Contiguous, as convolutions choose their algorithm, and so their rounding, by the memory layout.
         tensor = batch.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(255.0)
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return tensor.sub_(mean).div_(std)
@@ -152,7 +152,7 @@ class Preprocessing:
         starts = []
         for old, new, side in zip(shape, resized, self.size, strict=True):
             canvas = max(new, side)
-            # As in `_fit`: first put on the canvas, then cut out.
+            # As in `_fit`: first placed on the canvas, then cropped.
             starts.append(((canvas - new) // 2 - round((canvas - side) / 2), new / old))
         (top, high), (left, wide) = starts
         return boxes * boxes.new_tensor([wide, high, wide, high]) + boxes.new_tensor([left, top, left, top])
@@ -163,7 +163,7 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Preprocessing:
-        """Build from what `to_json` returned, refusing unknown keys and values out of range."""
+        """Create from the result of `to_json`, rejecting unknown keys and values out of range."""
         allowed = [field.name for field in fields(cls)]
         if not isinstance(raw, Mapping) or not {"size", "mean", "std"} <= set(raw) <= set(allowed):
             got = sorted(map(str, raw)) if isinstance(raw, Mapping) else raw
@@ -174,7 +174,7 @@ class Preprocessing:
 
     @classmethod
     def for_timm(cls, model: nn.Module | str) -> Preprocessing:
-        """Return the preprocessing with which timm evaluates a model or a model name; nothing is downloaded."""
+        """Return timm's evaluation preprocessing of a model or model name; nothing is downloaded."""
         config = timm_config(model) if isinstance(model, str) else getattr(model, "pretrained_cfg", None)
         if config is None:
             name = repr(model) if isinstance(model, str) else type(model).__name__
@@ -193,7 +193,7 @@ class Preprocessing:
 
     @classmethod
     def for_torchvision(cls, name: str) -> Preprocessing:
-        """Return the preprocessing with which torchvision evaluates the default weights of `name`; nothing is downloaded."""
+        """Return torchvision's evaluation preprocessing of the default weights of `name`; nothing is downloaded."""
         models = import_quietly("torchvision.models", "torchvision")
         try:
             weights = models.get_model_weights(name).DEFAULT
@@ -253,10 +253,10 @@ class Preprocessing:
 
 
 def as_8bit(image: Image.Image, channels: int = 3) -> Image.Image:
-    """Any image as 8-bit RGB, or greyscale where `channels` is 1.
+    """Convert any image to 8-bit RGB, or greyscale if `channels` is 1.
 
-    Transparent parts become white, as on paper. 16-bit values are scaled by 1 / 257 and rounded, floats are taken as 0
-    to 1; integers and floats out of these ranges have no agreed meaning and are refused.
+    Transparent parts become white. 16-bit values are scaled by 1 / 257 and rounded, floats are expected in [0, 1];
+    values outside these ranges are rejected, as they have no agreed meaning.
     """
     target = "RGB" if channels == 3 else "L"
     if image.mode.startswith("I"):
@@ -295,7 +295,7 @@ def _from_floats(image: Image.Image) -> Image.Image:
 
 
 def timm_config(name: str) -> Any:
-    """Return timm's pretrained configuration of a model, None where it has none."""
+    """Return timm's pretrained configuration of a model, or None if there is none."""
     return import_quietly("timm", "timm").get_pretrained_cfg(name)
 
 

@@ -1,4 +1,4 @@
-"""Inputs to compare two forms of a model on: like those of the user, or made up; the same in every run."""
+"""Inputs for comparing two forms of a model, the same in every run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 SEVERAL = 8
-_SIZES = (1, 2, 3, 5, 17)  # of the batches
+_SIZES = (1, 2, 3, 5, 17)  # batch sizes
 
 
 def odd_inputs(x: Tensor) -> Iterator[Tensor]:
-    """Yield inputs like `x`, and made-up ones of its shape: noise, zeros, large numbers, natural-looking images.
+    """Yield inputs like `x`, and synthetic ones of its shape: noise, zeros, large numbers, natural-looking images.
 
-    Batches have several sizes. Of inputs that are no floating-point numbers, nothing is made up.
+    Batches have several sizes. Only floating-point inputs have synthetic ones.
     """
     yield x[:SEVERAL]
     for size in _SIZES:
@@ -28,7 +28,7 @@ def odd_inputs(x: Tensor) -> Iterator[Tensor]:
 
 
 def noise(size: int, x: Tensor) -> Tensor:
-    """Return so many inputs of the shape and type of `x`, always the same."""
+    """Return `size` inputs of the shape and type of `x`, always the same."""
     return torch.randn(size, *x.shape[1:], generator=torch.Generator().manual_seed(size)).to(x.dtype)
 
 
@@ -37,12 +37,12 @@ def natural_looking(images: Tensor) -> Tensor:
     rows, columns = torch.fft.fftfreq(images.shape[2])[:, None], torch.fft.rfftfreq(images.shape[3])
     frequency = torch.sqrt(rows**2 + columns**2).clamp_min(1 / max(images.shape[2:]))
     made: Tensor = torch.fft.irfft2(torch.fft.rfft2(images.float()) / frequency, s=images.shape[2:])
-    made = made + made.mean(dim=1, keepdim=True)  # the colours of a photograph go together
+    made = made + made.mean(dim=1, keepdim=True)  # the colours of a photograph are correlated
     return (made / made.std(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)).to(images.dtype)
 
 
 def are_close(one: Tensor | None, other: Tensor | None, *, tolerance: float = 1e-5) -> bool:
-    """Whether two tensors agree up to rounding: to so many times the largest number in them, or ten times that of each number."""
+    """Whether two tensors agree up to rounding, relative to the largest number (or ten times, to each number)."""
     if one is None or other is None:
         return one is other
     one, other = one.detach().cpu(), other.detach().cpu()

@@ -1,8 +1,8 @@
 """Progress of long work.
 
-`track` wraps any iterable and shows what has gone through: a bar on a terminal, nothing when stderr is not one, so that
-a library call in a script or a service stays silent. A command can choose plain lines instead, with
-`showing("lines")`, for every `track` inside the block. Nothing here writes to stdout or depends on the items.
+`track` wraps any iterable and shows its progress: as a bar if stderr is a terminal, and not at all otherwise, so that
+library calls in scripts and services stay silent. With `showing("lines")`, a command chooses plain lines for every
+`track` inside the block. Nothing is written to stdout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _setting: ContextVar[_Setting] = ContextVar("neuralmean_progress", default=_DEFA
 
 
 def printable(text: str) -> str:
-    r"""Return a line with whatever is no character for people written out: no name of a file may steer a terminal.
+    r"""Escape unprintable characters in a line, so that file names cannot control a terminal.
 
     Example:
         >>> printable("cat\x1b[2J.png")
@@ -84,16 +84,16 @@ def track(
 ) -> Iterator[T]:
     """Yield every item of `iterable` and show count, speed and remaining time on stderr.
 
-    A `track` inside another one of the same thread is silent: one bar is enough.
+    A `track` inside another one of the same thread is silent.
 
     Args:
         iterable: The items; consumed lazily, one at a time.
-        description: What is being done, a few words.
-        total: Number of units in all, or a function that returns it if it becomes known on the way; None takes the length of
-            `iterable` where it has one and `size` is None.
-        unit: What is counted.
+        description: A few words on the work.
+        total: Total number of units, or a function that returns it once it is known; None takes the length of
+            `iterable` if it has one and `size` is None.
+        unit: Name of the unit.
         size: Returns the number of units in an item, such as `len` for batches; None counts each item as one.
-        quiet: Show nothing at all.
+        quiet: Whether to show nothing.
 
     Example:
         >>> list(track([1, 2, 3], description="Counting"))
@@ -120,7 +120,7 @@ def track(
         for item in iterable:
             yield item
             done += 1 if size is None else size(item)
-            # Updating the display for every item would cost more than a cheap item.
+            # Updating the display for every item could cost more than the item.
             if (now := time.monotonic()) - shown >= _REFRESH_SECONDS:
                 shown = now
                 display.update(done, known())
@@ -163,7 +163,7 @@ class _Bar:
 
 
 class _Lines:
-    """A plain line on stderr every few seconds and one at the end: for log files."""
+    """A plain line on stderr every few seconds and at the end, for log files."""
 
     def __init__(self, description: str, unit: str, every: float) -> None:
         self._description, self._unit, self._every = description, unit, every
@@ -183,7 +183,7 @@ class _Lines:
         self._write(plain_line(self._description, done, done, self._unit, time.monotonic() - self._begun))
 
     def stop(self) -> None:
-        """Nothing stays open."""
+        """Nothing to close."""
 
     def _write(self, line: str) -> None:
         sys.stderr.write(line + "\n")

@@ -1,8 +1,8 @@
-"""Large tables of numbers: held once, in memory or on disk, and read a block of rows at a time.
+"""Large tables of numbers, stored once, in memory or on disk, and read in blocks of rows.
 
-No table larger than `IN_MEMORY` is held in memory: it goes to a file that is mapped into memory, so that it is a tensor like
-any other, of which the system caches as much as fits. The file has no name: it disappears with the last tensor that uses
-it, also after an error or `kill -9`. Independent of models and scorers.
+A table larger than `IN_MEMORY` is stored in a memory-mapped file, so that it is a tensor like any other and the system
+caches as much of it as fits. The file is unlinked: it disappears with the last tensor that uses it, even after `kill
+-9`. Independent of models and scorers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from neuralmean.errors import StorageError
 
-IN_MEMORY = 1024**3  # bytes; a fit holds at most three: rows of two kinds and, for the logistic scorer, a copy of them
+IN_MEMORY = (
+    1024**3
+)  # bytes; a fit holds at most three such tables: rows of two kinds and, for the logistic scorer, a copy
 BLOCK = 4 * 1024**2  # bytes processed at a time; about ten times as many in float64, with the results
 
 
@@ -34,7 +36,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor to be filled, in memory or, if it is large, on disk.
 
     Raises:
-        StorageError: The disk has no room for it.
+        StorageError: The disk is full.
     """
     size = math.prod(shape) * dtype.itemsize
     if size <= IN_MEMORY:
@@ -52,7 +54,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Allocate the file on disk; a disk that fills up later would end the process with no error to catch."""
+    """Allocate the file on disk, as a disk that fills up later would end the process without an exception."""
     if shutil.disk_usage(tempfile.gettempdir()).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if hasattr(os, "posix_fallocate"):
@@ -65,7 +67,7 @@ class Table:
     """A tensor that grows by a few rows at a time.
 
     Args:
-        additions: About how many times `add` will be called; None if unknown: the table is then moved when it is full.
+        additions: Approximate number of calls of `add`; None if unknown, in which case the table is moved when it is full.
     """
 
     def __init__(self, additions: int | None = None) -> None:
@@ -86,7 +88,7 @@ class Table:
 
     @property
     def rows(self) -> Tensor:
-        """All rows so far, shape (N, ...)."""
+        """The rows so far, shape (N, ...)."""
         return self._store[: self._count]
 
 
@@ -103,12 +105,12 @@ def take(table: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of a table, read a block at a time, any number of times.
+    """Rows of a table, read in blocks, any number of times.
 
     Attributes:
         table: Shape (N, D), in memory or on disk.
-        chosen: Which rows, int64 (n,), in this order; None for all.
-        change: Applied to the rows of a block when they are read.
+        chosen: Indices of the rows, int64 (n,), in order; None for all.
+        change: A function applied to each block when it is read.
     """
 
     table: Tensor
@@ -135,9 +137,9 @@ class Blocks:
         return parts_of(len(self), self.table.shape[1])
 
     def beside(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each block with its part of `values`, which has an entry for each row."""
+        """Yield each block with its part of `values`, which has one entry per row."""
         return ((self[part], values[part]) for part in self.parts())
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Blocks:
-        """Return the same rows with one more change."""
+        """Return the same rows with a further change applied."""
         return Blocks(self.table, self.chosen, lambda rows: change(self.change(rows)))

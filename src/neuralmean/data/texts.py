@@ -1,7 +1,7 @@
 """Batches of texts from files: one text per line of a `.txt` file, or the field `text` of each line of a `.jsonl` file.
 
-Lines are read as they are needed, so that memory does not grow with a file. What a line has wrong is noted and the line left
-out. Nothing here knows a tokenizer: it is given as a function from texts to the model's keyword inputs.
+Lines are read when needed, so memory does not grow with the file. Invalid lines are reported and skipped. The tokenizer
+is a function from texts to the model's keyword inputs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["TEXT_EXTENSIONS", "TextBatch", "TextBatches", "are_texts", "line_name", "split_line"]
 
 TEXT_EXTENSIONS = frozenset({".txt", ".jsonl"})
-MAX_LINE = 1_000_000  # bytes; longer lines are no texts
+MAX_LINE = 1_000_000  # bytes; longer lines raise
 KEPT_NOTES = 1000
 
 Tokenize = Callable[[list[str]], "Mapping[str, Tensor]"]
 
 
 class TextBatch(NamedTuple):
-    """The model's inputs for some texts, and what they are called."""
+    """The model's inputs for some texts, and the names of the texts."""
 
     inputs: dict[str, Tensor]
     names: list[str]
 
 
 def are_texts(paths: Sequence[str]) -> bool:
-    """Whether all of these are files of texts, by their endings.
+    """Whether all paths are files of texts, by their extensions.
 
     Example:
         >>> are_texts(["a.txt", "b.jsonl"]), are_texts(["a.txt", "photos"]), are_texts(["a.txt:3"])
@@ -44,7 +44,7 @@ def are_texts(paths: Sequence[str]) -> bool:
 
 
 def line_name(path: str, line: int) -> str:
-    """Return the name of the text in a line, counted from 1 as editors do."""
+    """Return the name of the text in a line; lines are counted from 1."""
     return f"{path}:{line}"
 
 
@@ -62,16 +62,16 @@ def split_line(name: str) -> tuple[str, int | None]:
 
 
 class TextBatches:
-    """The texts of some files, as batches that a `Detector` takes; may be gone through again.
+    """The texts of some files, as batches for a `Detector`; can be iterated more than once.
 
-    After a pass, or during it, `n_texts` says how many texts came out, and `n_unreadable` how many lines were none.
+    During and after a pass, `n_texts` is the number of texts so far, and `n_unreadable` the number of invalid lines.
 
     Args:
         paths: `.txt` and `.jsonl` files, or single lines of them, as `line_name` names them.
-        tokenize: From texts to the keyword inputs of the model.
+        tokenize: A function from texts to the keyword inputs of the model.
         batch_size: Texts per batch.
-        on_unreadable: Called with the name of a line and the reason why it is no text.
-        skip: Called with the name of each text; those for which it returns True are left out.
+        on_unreadable: Called with the name of an invalid line and the reason.
+        skip: Called with the name of each text; texts for which it returns True are skipped.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class TextBatches:
             yield self._batch(waiting)
 
     def __len__(self) -> int:
-        """How many batches there are at most: blank lines count."""
+        """Upper bound on the number of batches, as blank lines count."""
         return (self.count() + self.batch_size - 1) // self.batch_size
 
     def count(self) -> int:
-        """How many lines there are to try."""
+        """Number of lines to try."""
         total = 0
         for path in self._paths:
             file, line = split_line(path)
@@ -151,7 +151,7 @@ class TextBatches:
 
 
 def _read(raw: bytes, is_json: bool) -> tuple[str | None, str]:
-    """Return the text of a line; or None, and why it is none."""
+    """Return the text of a line, or None and the reason."""
     try:
         line = raw.decode("utf-8-sig").strip()
     except UnicodeDecodeError:

@@ -41,7 +41,7 @@ class Decision:
 
     @property
     def p_content(self) -> Tensor | None:
-        """Share of in-distribution inputs that show something at least as unusual, float64 (N,); None as `p_appearance`."""
+        """Share of in-distribution inputs whose content is at least as unusual, float64 (N,); None as for `p_appearance`."""
         return None if self._kind_p_values is None else self._kind_p_values[:, 1]
 
     @cached_property
@@ -76,12 +76,12 @@ class Decision:
 
     @property
     def threshold(self) -> float:
-        """The score above which an input is flagged; with groups that of all held-out scores, see `thresholds`."""
+        """The score above which an input is flagged; with groups, the threshold of all held-out scores (see `thresholds`)."""
         return self.calibration.threshold
 
     @property
     def thresholds(self) -> Tensor:
-        """The score above which each input is flagged, that of its group if there are groups; float64 of shape (N,)."""
+        """The score above which each input is flagged, by group if there are groups; float64 of shape (N,)."""
         return self._by_part(lambda calibration, _: calibration.threshold)
 
     @property
@@ -93,7 +93,7 @@ class Decision:
     def level(self) -> float:
         """The p-value at or below which an input is flagged: the rate, or less with a confidence.
 
-        With groups and a confidence each group has a level of its own: see `levels`.
+        With groups and a confidence, each group has its own level (see `levels`).
         """
         if self.calibration.group_of is None:
             return self.calibration.level
@@ -102,7 +102,7 @@ class Decision:
 
     @property
     def levels(self) -> Tensor:
-        """The p-value at or below which each input is flagged, that of its group if there are groups; float64 of shape (N,)."""
+        """The p-value at or below which each input is flagged, by group if there are groups; float64 of shape (N,)."""
         return self._by_part(lambda own, _: own.level)
 
     @property
@@ -118,17 +118,17 @@ class Decision:
         return torch.from_numpy(benjamini_hochberg(self.p_value.numpy(), fdr))
 
     def most_false(self, level: float | None = None, *, confidence: float = 0.95) -> int:
-        """Return how many of the inputs with a p-value of at most `level` are false flags at the most.
+        """Return an upper bound on the number of false flags among the inputs with a p-value of at most `level`.
 
-        It holds for all levels at once with the confidence, over the draw of held-out and fresh inputs: the level may be
-        chosen after looking.
+        The bound holds for all levels at once with the given confidence, over the draw of held-out and fresh inputs, so
+        the level may be chosen after looking at the p-values.
 
         Args:
-            level: The largest p-value that is flagged; None takes that of `is_ood`.
-            confidence: Of the bound.
+            level: The largest p-value that is flagged; None takes the level of `is_ood`.
+            confidence: Confidence of the bound.
         """
         check_rate(confidence, "confidence")
-        # Each group has held-out scores of its own: the bounds of all of them hold together.
+        # Each group has its own held-out scores; the bounds of all groups hold together.
         confidence = 1 - (1 - confidence) / max(1, len(self._parts))
         return sum(
             most_false_flags(
@@ -141,10 +141,10 @@ class Decision:
         return len(self.score)
 
     def __bool__(self) -> bool:
-        raise InputError("Expected to be asked for `is_ood`: a decision on N inputs is neither true nor false.")
+        raise InputError("Expected `is_ood`: a decision on N inputs is neither true nor false.")
 
     def __getitem__(self, rows: int | slice | Tensor) -> Decision:
-        """Return the decision on one of the inputs, or on some."""
+        """Return the decision on one or some of the inputs."""
         if not isinstance(rows, (slice, Tensor)) or (isinstance(rows, Tensor) and rows.dim() == 0):
             index = range(len(self))[int(rows)]
             rows = slice(index, index + 1)
@@ -178,7 +178,7 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Which layers and channels made the scores of N inputs what they are.
+    """Contributions of layers and channels to the scores of N inputs.
 
     Attributes:
         score: The scores, shape (N,).
@@ -186,7 +186,7 @@ class Explanation:
         channels: Names of the columns of the vector.
         by_layer: Contribution of each layer, shape (N, L).
         by_channel: Contribution of each channel, shape (N, D).
-        terms: Contributions that belong to no layer (the model's output, say), each (N,).
+        terms: Contributions that belong to no layer, such as those of the logits, each (N,).
         exact: Whether the contributions and terms add up to the score. Otherwise they are a first-order
             approximation: gradient times vector.
     """

@@ -12,43 +12,31 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from neuralmean.data.batch import BATCH_SIZE, Batch, count_batches, to_batch, to_batches
+from neuralmean.data.batch import BATCH_SIZE, Batch, call_batch, count_batches, to_batch, to_batches
 from neuralmean.data.progress import track
-from neuralmean.detector import early_exit as exits
-from neuralmean.detector import fitting, html
+from neuralmean.detector import fitting
 from neuralmean.detector.decision import Decision, Explanation
-from neuralmean.detector.groups import LENGTH, PREDICTED, Groups, decide_by_group
-from neuralmean.detector.learnt import FitOptions, FitSetup, Learnt, check_count, learn
+from neuralmean.detector.early_exit import CascadeScorer, start_exit_run
+from neuralmean.detector.groups import Groups, decide_all, decide_by_group
+from neuralmean.detector.learnt import FitOptions, check_count, learn
 from neuralmean.detector.locate import locate
 from neuralmean.detector.observed import Observed
-from neuralmean.detector.recalibration import recalibrate
+from neuralmean.detector.recalibration import change_rate, recalibrate
 from neuralmean.detector.regions import Boxes, RegionDecisions, learn_regions, region_map, score_regions
 from neuralmean.detector.saving import from_artefact, to_artefact
-from neuralmean.errors import InputError, NotFittedError
+from neuralmean.detector.state import DetectorState
+from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.execution import check_device
-from neuralmean.models.fingerprint import WeightsGuard
-from neuralmean.models.layers import Layer, has_running_mean, select_layers, unwrap
 from neuralmean.recording.graph.frozen import FrozenObserver, freeze
-from neuralmean.recording.observer import ChannelStats, Observer
-from neuralmean.recording.reference import Reference
-from neuralmean.scorers import Observation, Scorer
-from neuralmean.scorers.contract import contributions_of, needs_of, score_rows, view_of
-from neuralmean.stats.calibration import Calibration, check_confidence, check_rate
-from neuralmean.stats.discrepancy import (
-    Statistic,
-    Vectors,
-    check_statistic,
-    pool_batch,
-    sum_by_layer,
-    vector_layers,
-    vector_names,
-)
-from neuralmean.stats.held_out_profile import HeldOutProfile
-from neuralmean.stats.moments import Moments
+from neuralmean.recording.observer import ChannelStats
+from neuralmean.scorers import Observation
+from neuralmean.scorers.contract import contributions_of, score_rows, score_together
+from neuralmean.stats.calibration import check_rate
+from neuralmean.stats.discrepancy import pool_batch, sum_by_layer
 
 
-class Detector:
+class Detector(DetectorState):
     """Detects inputs of a trained model that are unlike its training data.
 
     Args:
@@ -71,188 +59,6 @@ class Detector:
         >>> decision.is_ood
         tensor([True])
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        layers: str | Sequence[str] | None = None,
-        statistic: str = "mean",
-        scorer: str | Scorer | None = None,
-        reference: Reference | None = None,
-        head: str | bool | None = None,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputError(f"Expected `model` to be a torch.nn.Module, but got {type(model).__name__}.")
-        self._params: dict[str, Any] = {
-            "layers": layers,
-            "statistic": statistic,
-            "scorer": scorer,
-            "reference": reference,
-            "head": head,
-        }
-        self.model = model
-        self.statistic: Statistic = check_statistic(statistic)
-        if layers is None and reference is not None:
-            layers = [layer.name for layer in reference.layers]
-        self.watched: tuple[Layer, ...] = select_layers(model, layers)
-        if reference is not None and reference.layers != self.watched:
-            raise InputError("Expected a reference of the watched layers. Make it with the same `layers`.")
-        if isinstance(head, str) and head not in dict(unwrap(model).named_modules()):
-            raise InputError(f"Expected `head` to be a layer of {type(unwrap(model)).__name__}, but got {head!r}.")
-        fitting.check_scorer(scorer)  # so that a wrong name is an error now rather than in `fit`
-        self.info: dict[str, Any] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        """Start from the current model with nothing learnt."""
-        self._weights_guard = WeightsGuard(self.model)
-        reference = self._params["reference"] or self._free_reference()
-        # Until `fit`, the only scorer that needs no data: the paper's average.
-        scorer = fitting.choose_scorer(self._params["scorer"] or "average", None)
-        self.adopt(Learnt(reference, scorer))
-
-    def _free_reference(self) -> Reference | None:
-        core = unwrap(self.model)
-        if all(has_running_mean(core.get_submodule(layer.name)) for layer in self.watched):
-            return Reference.from_batchnorm(self.model, list(self.layers))
-        return None
-
-    def adopt(self, learnt: Learnt, observer: Observer | None = None) -> None:
-        """Replace what was learnt, after `fit` or from a saved file.
-
-        Args:
-            learnt: What was learnt on this model and these layers.
-            observer: Runs the model; None makes a new one.
-        """
-        self.learnt = learnt
-        self._observer = observer or self.setup.observer(learnt.head)
-        self._vectors = Vectors(self.statistic, learnt.reference, learnt.scale)
-
-    @property
-    def calibration_source(self) -> fitting.Source | None:
-        """Where the calibration scores come from; None before `fit`."""
-        return self.learnt.source
-
-    @property
-    def setup(self) -> FitSetup:
-        """The constructor's arguments, as `learn` takes them."""
-        return FitSetup(
-            self.model,
-            self.watched,
-            self.statistic,
-            self._params["scorer"],
-            self.learnt.reference,
-            self._params["head"],
-        )
-
-    # What was learnt.
-
-    @property
-    def reference(self) -> Reference | None:
-        """Channel statistics of the training data; None if they are unknown until `fit`."""
-        return self.learnt.reference
-
-    @property
-    def scorer(self) -> Scorer:
-        """The scorer, which turns vectors into scores."""
-        return self.learnt.scorer
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The held-out scores and the threshold; None before `fit`."""
-        return self.learnt.calibration
-
-    @property
-    def scale(self) -> Moments | None:
-        """Moments of the vectors, with which those of `statistic="both"` are standardised."""
-        return self.learnt.scale
-
-    @property
-    def profile(self) -> HeldOutProfile | None:
-        """Statistics of held-out data, for `Monitor`; None without held-out data."""
-        return self.learnt.profile
-
-    @property
-    def head(self) -> str | None:
-        """Name of the layer that gives the logits; None if the scorer does not need them."""
-        return self.learnt.head
-
-    @property
-    def fitted(self) -> dict[str, Any]:
-        """When the detector was fitted, and on how many examples."""
-        return self.learnt.facts
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the watched layers."""
-        return tuple(layer.name for layer in self.watched)
-
-    @property
-    def channels(self) -> list[str]:
-        """Names of the columns of the discrepancy vector: `"bn1[3]"` is channel 3 of layer bn1."""
-        return vector_names(self.watched, self.statistic)
-
-    @property
-    def column_layers(self) -> Tensor:
-        """Index in `layers` of each column of the discrepancy vector, shape (D,)."""
-        return vector_layers(self.watched, self.statistic)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the weights that the detector was made for."""
-        return self._weights_guard.digest
-
-    @property
-    def settings_digest(self) -> str:
-        """Digest of the settings of the model's layers (strides, epsilons) that the detector was made for."""
-        return self._weights_guard.settings
-
-    @property
-    def threshold(self) -> float:
-        """The score above which an input is flagged."""
-        return self.calibrated().threshold
-
-    @property
-    def false_alarm_rate(self) -> float:
-        """The share of in-distribution inputs that may be flagged."""
-        return self.calibrated().false_alarm_rate
-
-    @property
-    def guarantee(self) -> str:
-        """A sentence on when the false-alarm rate holds."""
-        confidence = self.calibrated().confidence
-        own = fitting.GUARANTEES[self.learnt.source or "held_out"]
-        if confidence is None or self.learnt.source != "held_out":
-            return own
-        return f"{own} It holds for this threshold with a confidence of {100 * confidence:g} %."
-
-    def calibrated(self) -> Calibration:
-        """Return the calibration, or raise if there is none yet."""
-        if self.learnt.calibration is None:
-            raise NotFittedError("The detector has no threshold yet. Call `fit` or `calibrate` first.")
-        return self.learnt.calibration
-
-    def check_weights(self) -> None:
-        """Raise `ModelMismatchError` if the model's weights have changed since the detector was made."""
-        self._weights_guard.check()
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the constructor's arguments, as scikit-learn's `clone` reads them."""
-        return {"model": self.model, **self._params}
-
-    def set_params(self, **params: Any) -> Self:
-        """Change constructor arguments; what was learnt is forgotten."""
-        known = self.get_params()
-        unknown = sorted(set(params) - set(known))
-        if unknown:
-            raise InputError(f"Expected parameters out of {sorted(known)}, but got {unknown}.")
-        if params:
-            known.update(params)
-            self.__init__(known.pop("model"), **known)  # type: ignore[misc]
-        return self
-
-    # Learning.
 
     def fit(
         self,
@@ -279,20 +85,18 @@ class Detector:
             false_alarm_rate: Share of in-distribution inputs that may be flagged.
             held_out: In-distribution examples that the model was *not* trained on: the threshold and the p-values come
                 from them. Without them a part of `id_data` is used, with a warning on how reliable that is.
-            confidence: Probability, over the draw of the held-out examples, with which the rate holds for the threshold that
-                they set; None for a rate that holds on average over such draws.
+            confidence: Probability, over the draw of the held-out examples, that the threshold keeps the rate; None for a
+                rate that holds on average over such draws.
             groups: A label for each held-out example (camera, class), `"predicted"` for the model's own prediction, or `"length"`
-                for ranges of lengths: the rate then holds for each group. Held-out examples are run twice. Where inputs
-                are tokens, None takes `"length"`.
+                for ranges of lengths: the rate then holds for each group. Held-out examples are run twice. None means
+                `"length"` if the inputs are tokens.
             early_exit: Whether `detector(x)` may stop the forward pass once every input is certainly OOD; its output is
                 None then. The false-alarm rate holds for all exits together.
-            regions: Whether to learn regions of images too, for `score_regions`: one more pass over all data, see `fit_regions`.
+            regions: Whether to call `fit_regions` too, which takes one more pass over the data.
             batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
-        check_rate(false_alarm_rate)
-        check_confidence(confidence)
-        if early_exit:
-            exits.check_statistic(self.statistic)
+        options = FitOptions(false_alarm_rate, early_exit, batch_size, confidence)
+        options.check(self.statistic)
         if groups is not None and (held_out is None or early_exit):
             raise InputError(
                 "Expected `held_out` examples and no `early_exit` with `groups`. Pass held-out examples, or leave `groups` out."
@@ -304,7 +108,6 @@ class Detector:
             # Tensors made in inference mode have no gradients, which `explain` may need.
             with torch.inference_mode(False):
                 self._reset()
-                options = FitOptions(false_alarm_rate, early_exit, batch_size, confidence)
                 self.adopt(*learn(self.setup, id_data, ood_data, held_out, options))
                 if groups is not None:
                     limits: dict[str, Any] = {"false_alarm_rate": false_alarm_rate, "confidence": confidence}
@@ -336,9 +139,9 @@ class Detector:
             groups: As for `fit`.
             batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
-        check_rate(false_alarm_rate)
-        check_confidence(confidence)
-        check_count(held_out, True, FitOptions(false_alarm_rate, False, batch_size, confidence))
+        options = FitOptions(false_alarm_rate, False, batch_size, confidence)
+        options.check(self.statistic)
+        check_count(held_out, True, options)
         passes = self._track(held_out, "held_out", batch_size)
         self.learnt = recalibrate(self.setup, self.learnt, passes, groups, false_alarm_rate, confidence)
         return self
@@ -356,12 +159,12 @@ class Detector:
 
         Args:
             id_data: In-distribution images, as for `fit`; at most 8,192 boxes are taken from them.
-            held_out: In-distribution images that the model was not trained on: the p-values come from them, with one box of each
-                range of sizes per image.
-            boxes: Returns the boxes of each image, (M_i, 4), given the model's output, to learn from what a detection model
-                finds; None draws boxes of all sizes at random.
+            held_out: In-distribution images that the model was not trained on. The p-values come from one box per image and
+                range of sizes.
+            boxes: A function from the model's output to the boxes of each image, (M_i, 4), such as those that a detection
+                model predicts; None draws boxes of all sizes at random.
             false_alarm_rate: Share of in-distribution boxes that may be flagged; None takes that of the detector.
-            batch_size: Images per forward pass where data comes in one piece.
+            batch_size: Images per forward pass if the data is one tensor, array or dataset.
         """
         rate = self.false_alarm_rate if false_alarm_rate is None else false_alarm_rate
         check_rate(rate)
@@ -372,18 +175,13 @@ class Detector:
         return self
 
     def set_rate(self, false_alarm_rate: float, *, confidence: float | None = None) -> Self:
-        """Move the threshold to another false-alarm rate, using the held-out scores of the last fit or calibration.
+        """Change the false-alarm rate, using the held-out scores of the last fit or calibration.
 
         Raises:
             CalibrationError: There are fewer held-out scores than the rate needs.
             InputError: The detector has early exits, whose thresholds were set together.
         """
-        if isinstance(self.learnt.scorer, exits.CascadeScorer):
-            raise InputError("Expected a detector without early exit, whose thresholds were set together. Fit again.")
-        known = self.calibrated()
-        groups = None if known.group_of is None else [known.group_names[number] for number in known.group_of.tolist()]
-        calibration = Calibration.of(known.scores, false_alarm_rate, confidence=confidence, groups=groups)
-        self.learnt = replace(self.learnt, calibration=calibration)
+        self.learnt = change_rate(self.learnt, self.calibrated(), false_alarm_rate, confidence)
         return self
 
     # Deciding.
@@ -393,21 +191,22 @@ class Detector:
     ) -> tuple[Any, Decision]:
         """Return the model's own output and the decision, after one forward pass.
 
-        Call it as the model is called, with an input or with keyword inputs; `groups` has a label for each input if the detector
-        was calibrated by group. With `early_exit` the output is None if the pass was stopped because every input is OOD.
+        Takes what the model takes: an input or keyword inputs. If the detector was calibrated by group, `groups` has a label
+        for each input. With `early_exit`, the output is None if the pass was stopped because every input is OOD.
         """
-        self.calibrated()
-        seen = self._observe_batch(_to_batch(x, inputs), may_exit=True, groups=groups)
+        if self.learnt.calibration is None:
+            self.calibrated()  # raises before the pass
+        seen = self._observe_batch(call_batch(x, inputs), may_exit=True, groups=groups)
         if groups is None and self.learnt.grouped_by == "given":
             self.calibrated().parts(None, len(seen))  # raises
         return seen.output, seen.decision  # type: ignore[return-value]  # calibrated
 
     def observe(self, x: Any = None, /, **inputs: Any) -> Observed:
         """Return everything that one forward pass gives: output, decision, logits, feature and vectors."""
-        return self._observe_batch(_to_batch(x, inputs), may_exit=True)
+        return self._observe_batch(call_batch(x, inputs), may_exit=True)
 
     def observe_each(self, data: Any, *, name: str = "x", batch_size: int = BATCH_SIZE) -> Iterator[Observed]:
-        """Yield what a full forward pass over each batch of `data` gives, without gradients.
+        """Yield the result of a full forward pass over each batch of `data`, without gradients.
 
         Args:
             data: As for `fit`.
@@ -428,16 +227,8 @@ class Detector:
             groups: A label for each input, if the detector was calibrated by group with labels.
             batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.
         """
-        calibration, scores, kinds, labels = self.calibrated(), [], [], list[str]()
-        for seen in self._track(x, "x", batch_size):
-            scores.append(seen.score)
-            if (found := seen.kind_p_values()) is not None:
-                kinds.append(found)
-            if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) and seen.decision is not None:
-                labels.extend(seen.decision.groups or ())
-        decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
-        known = labels if groups is None and self.learnt.grouped_by in (PREDICTED, LENGTH) else groups
-        return decision if known is None else decide_by_group(decision, None, known, self.learnt.grouped_by)
+        calibration = self.calibrated()
+        return decide_all(self._track(x, "x", batch_size), calibration, groups, self.learnt.grouped_by)
 
     def score(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Score each input, shape (N,); higher = more OOD."""
@@ -449,16 +240,8 @@ class Detector:
 
     def score_pooled(self, stats: ChannelStats) -> float:
         """Score recorded inputs as one batch, as `score_batch` does; higher = more OOD."""
-        own = getattr(self.scorer, "score_batch", None)
-        if own is not None:
-            return float(own(view_of(self.scorer, self._observation(stats))))
-        if needs := needs_of(self.scorer):
-            name = type(self.scorer).__name__
-            raise InputError(
-                f"Expected a scorer with `score_batch`, as {name} needs the model's {' and '.join(sorted(needs))}."
-            )
         pooled = ChannelStats(*pool_batch(stats.means, stats.variances))
-        return score_rows(self.scorer, self._observation(pooled)).item()
+        return score_together(self.scorer, self._observation(stats), self._observation(pooled))
 
     def discrepancy(self, x: Any, *, batch_size: int = BATCH_SIZE) -> Tensor:
         """Return the discrepancy vector of each input, shape (N, D); `channels` names the columns."""
@@ -470,29 +253,29 @@ class Detector:
         return self._explain(observation, score_rows(self.scorer, observation))
 
     def locate(self, x: Any, *, by_layer: bool = False, batch_size: int = 16) -> Tensor:
-        """Return how much each place of each input contributes to its score: (N, H, W) for images, (N, T) for tokens.
+        """Return how much each position of each input contributes to its score: (N, H, W) for images, (N, T) for tokens.
 
-        Each watched layer's contribution (see `explain`) is split over the positions of the layer, enlarged to the size of
-        the input and added up. Contributions of no layer (a scorer's `terms`) are not in the maps; those of no place,
-        such as a class token, are spread evenly.
+        The contribution of each watched layer (see `explain`) is split over the layer's positions, enlarged to the size of
+        the input and summed. A scorer's `terms`, which belong to no layer, are left out; contributions without a position,
+        such as those of a class token, are spread evenly.
 
         Args:
             x: Inputs as for `score`.
-            by_layer: Return the map of each layer, (N, L, H, W); each adds up to that layer's contribution.
+            by_layer: Whether to return a map for each layer, (N, L, H, W), which sums to that layer's contribution.
             batch_size: Inputs per forward pass; the activations of all watched layers are kept during a pass.
         """
         return locate(self, x, by_layer=by_layer, batch_size=batch_size)
 
     def score_regions(self, x: Any, boxes: Boxes) -> RegionDecisions:
-        """Decide on boxes in images, in one forward pass: is what is inside like boxes of its size in the training data?
+        """Decide on boxes in images, comparing each with boxes of its size in the training data, in one forward pass.
 
         Args:
             x: A batch of images, as the model takes them: (N, C, H, W), or a list of (C, H, W) for detection models.
-            boxes: The boxes of each image: a list with an (M_i, 4) for each, or one tensor (N, M, 4), of x0, y0, x1, y1 in
-                pixels of the image as it is in `x`. Or a function that returns them given the model's output.
+            boxes: The boxes (x0, y0, x1, y1) of each image in pixels of `x`: a list of (M_i, 4) tensors, one (N, M, 4)
+                tensor, or a function from the model's output to either.
 
         Returns:
-            A sequence with a `Decision` for each image, on its boxes; it has the model's output too.
+            A sequence with the `Decision` on the boxes of each image, and the model's output.
         """
         return score_regions(self, x, boxes)
 
@@ -501,35 +284,34 @@ class Detector:
 
         Args:
             x: A batch of images of one size, (N, C, H, W).
-            layer: The watched layer whose cells these are; None takes the deepest one with at least 8 x 8.
-            window: Side of the square around each cell that is looked at, in pixels; None takes twice a cell, or the smallest
-                box that was learnt.
+            layer: The watched layer that the cells belong to; None takes the deepest one with at least 8 x 8 cells.
+            window: Side in pixels of the square around each cell; None takes the larger of two cells and the smallest box
+                learnt.
         """
         return region_map(self, x, layer=layer, window=window)
 
     # Where and how the model runs.
 
     def freeze(self, x: Any = None, *, like: Detector | None = None) -> Self:
-        """Run the model as one compiled graph from now on: faster, most of all for single inputs.
+        """Run the model as one compiled graph from now on, which is faster, above all for single inputs.
 
-        Holds for inputs of the shape of `x` in float32 on the CPU, one at a time or many; all others go through the model. The
-        graph is used only if it gives the model's own numbers, but for their last digits, and takes less time. It is compiled
-        once, which takes a C++ compiler and up to a minute, and kept in the user's cache folder. It holds until the next `fit`;
-        a copy of the detector runs the model, and so does a forked process. Its output carries no gradients to the weights.
+        The graph serves float32 inputs of the shape of `x` on the CPU, in batches of any size; all other inputs run through
+        the model. It is used only if it reproduces the model's numbers up to rounding and takes less time. Compiling needs a
+        C++ compiler and up to a minute; the result is cached in the user's cache folder. The graph is dropped by the next
+        `fit`, by copies of the detector and by forked processes. Its output carries no gradients to the weights.
 
         Args:
             x: Inputs of the usual shape, (N, ...).
-            like: A frozen detector of the same model, or of one that shares its tensors, whose graphs are used; in place of `x`.
+            like: A frozen detector of the same model, or of one that shares its tensors, whose graphs to use instead of
+                compiling for `x`.
 
         Raises:
-            InputError: The detector has early exits, the model is no fixed graph of its input, there is no compiler, or the
-                graph is not faster. The detector is as it was.
+            InputError: The detector has early exits, the model is not a fixed graph of its input, there is no compiler, or
+                the graph is not faster. The detector is unchanged.
         """
         self.check_weights()
-        if isinstance(self.learnt.scorer, exits.CascadeScorer):
-            raise InputError(
-                "Expected a detector without early exit to freeze: an exit is a choice that a graph cannot make."
-            )
+        if isinstance(self.learnt.scorer, CascadeScorer):
+            raise InputError("Expected a detector without early exit to freeze: a graph cannot decide to stop.")
         if like is None:
             graphs = freeze(self._observer, to_batch(x), self.fingerprint)
         elif isinstance(like._observer, FrozenObserver) and like.fingerprint == self.fingerprint:
@@ -547,7 +329,7 @@ class Detector:
         return isinstance(self._observer, FrozenObserver)
 
     def to(self, device: str | torch.device) -> Self:
-        """Move the model, and with it every later pass, to a device; scores and decisions are on the CPU.
+        """Move the model to a device; scores and decisions stay on the CPU.
 
         Raises:
             InputError: There is no such device on this machine.
@@ -558,11 +340,11 @@ class Detector:
     # Files.
 
     def save(self, path: str | Path, *, info: Mapping[str, Any] | None = None) -> None:
-        """Write the fitted detector to one file, whole or not at all; the model is not in it.
+        """Write the fitted detector, without the model, to one file; an interrupted write leaves no partial file.
 
         Args:
             path: The file to write.
-            info: JSON values to store with it (model spec, preprocessing), added to `detector.info`.
+            info: JSON values to store (model spec, preprocessing), added to `detector.info`.
         """
         self.check_weights()
         known = {**self.info, **(info or {})}
@@ -571,16 +353,18 @@ class Detector:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Detector:
-        """Read a detector that `save` wrote, for the same model with the same weights."""
+        """Load a detector saved by `save`, given the same model with the same weights."""
         with torch.inference_mode(False):  # as in `fit`
             return from_artefact(cls, Artefact.read(path), model, str(path))
+
+    # Internals.
 
     def _observe_batch(
         self, batch: Batch, *, name: str = "x", may_exit: bool = False, groups: Sequence[object] | None = None
     ) -> Observed:
         self._weights_guard.check()
         scorer, calibration = self.learnt.scorer, self.learnt.calibration
-        run = exits.start_exit_run(self) if may_exit and isinstance(scorer, exits.CascadeScorer) else None
+        run = start_exit_run(self) if may_exit and isinstance(scorer, CascadeScorer) else None
         output, stats = self._observer.observe(batch, name=name, exits=run)
         if run is not None and run.stopped and run.scores is not None:
             decision = None if calibration is None else Decision(run.scores, calibration)
@@ -612,19 +396,3 @@ class Detector:
     def _stats(self, x: Any, batch_size: int) -> ChannelStats:
         self.check_weights()
         return self._observer.observe_all(x, name="x", batch_size=batch_size)
-
-    def _repr_html_(self) -> str:
-        return html.detector_table(self)
-
-    def __repr__(self) -> str:
-        name, scorer = type(unwrap(self.model)).__name__, getattr(self.scorer, "name", type(self.scorer).__name__)
-        state = "not calibrated" if self.calibration is None else f"threshold {self.threshold:.4g}"
-        return f"Detector({name}: {len(self.watched)} layers, {len(self.channels)} channels, {scorer}, {state})"
-
-
-def _to_batch(x: Any, inputs: Mapping[str, Any]) -> Batch:
-    """Return the inputs of a call as a batch."""
-    if x is None:
-        return to_batch(inputs)
-    batch = to_batch(x)
-    return Batch(batch.args, {**batch.kwargs, **inputs}) if inputs else batch

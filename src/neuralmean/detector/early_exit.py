@@ -1,16 +1,16 @@
 r"""Early exit: detectors on the first layers, and one threshold for all of them together.
 
-Each exit has its own scorer on the columns of the first layers. The cascade's score is that of the full scorer, on a scale
-where in-distribution data ends at 0, unless an exit's score is one that in-distribution data hardly ever reaches: then the
-exit's excess, added to all ordinary scores, counts if it is larger.
+Each exit has its own scorer on the columns of the first layers. The cascade's score is that of the full scorer, on a
+scale where in-distribution data ends at 0. If an exit's score exceeds what in-distribution data hardly ever reaches,
+the excess is added to an offset above all ordinary scores, and the larger of the two scores counts.
 
 .. math::
     S(x) = \max\Big( \frac{s(x) - q}{r},\ \max_{k:\, s_k(x) > q_k} b + \frac{s_k(x) - q_k}{r_k} \Big)
 
-The threshold is the conformal one of :math:`S`, so the false-alarm rate holds for the whole cascade at once. The maximum
-can only grow: once an exit's term is above the threshold, the verdict is certain. A forward pass stops when the terms are
-above an even higher bar, given by `BAR_RATE`, so that stopped inputs also rank above nearly all in-distribution ones.
-Nothing here runs a model.
+The threshold is the conformal one of :math:`S`, so the false-alarm rate holds for the whole cascade at once. The
+maximum can only grow, so once an exit's term is above the threshold, the decision is certain. A forward pass stops when
+the terms are above an even higher bar, given by `BAR_RATE`, so that stopped inputs also rank above nearly all
+in-distribution ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from neuralmean.detector.detector import Detector
 
 NAME = "cascade"
-SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the layers after which the exits are
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # positions of the exits, as shares of the layers
 FULL_RATE = 0.05  # share of in-distribution rows above the zero of the full scorer's term
 EXIT_RATE = 0.00125  # share of in-distribution rows for which an exit's term counts
 BAR_RATE = 0.005  # share of in-distribution rows that score above the bar at which a pass is stopped
@@ -74,7 +74,7 @@ class CascadeScorer(VectorScorer):
     Args:
         scorer: Name of the full scorer.
         scorer_options: Its options.
-        exit_scorer: Name of the exits' scorers: `"spread"`, or `"logistic"` where `fit` has seen OOD rows.
+        exit_scorer: Name of the exits' scorers: `"spread"`, or `"logistic"` if `fit` was given OOD rows.
         depths: Number of first layers that each exit reads, increasing.
         widths: Number of columns of those layers.
     """
@@ -286,7 +286,7 @@ def full_of(scorer: Scorer) -> Scorer:
 
 
 def widths_of(layers: Sequence[Layer], depths: Sequence[int]) -> list[int]:
-    """Return how many columns the first layers have, for each number of layers."""
+    """Return the number of columns of the first layers, for each number of layers."""
     columns = list(accumulate(layer.channels for layer in layers))
     return [columns[depth - 1] for depth in depths]
 
@@ -300,11 +300,11 @@ def check_statistic(statistic: str) -> None:
 
 
 def _growing(values: Sequence[int], name: str) -> list[int]:
-    """Return the numbers, or raise unless they are few, whole and increasing: they may come from a file."""
+    """Return the numbers, or raise unless they are few, integers and increasing, as they may come from a file."""
     found = list(values)[: len(SHARES) + 1]
     are_whole = all(type(value) is int for value in found)
     if len(values) > len(SHARES) or not are_whole or any(b <= a for a, b in pairwise((0, *found))):
-        raise InputError(f"Expected `{name}` to be at most {len(SHARES)} growing whole numbers, but got {found}.")
+        raise InputError(f"Expected `{name}` to be at most {len(SHARES)} increasing integers, but got {found}.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What `fit` keeps of a pass over data: only scores if nothing is learnt, otherwise each number once.
+"""The rows that `fit` stores: only scores if nothing is learnt, otherwise each number once.
 
 Digests and the reference are computed during the pass, so that channel means are not needed afterwards and discrepancies
 can replace them in memory.
@@ -117,7 +117,7 @@ class FitData:
     outliers: RowStore | None  # given or crafted
     held_out: RowStore | None
     rotated: RowStore | None
-    crafted: bool  # whether the outliers are
+    crafted: bool  # whether the outliers are crafted
 
     def counts(self) -> dict[str, int]:
         """Return the number of rows of each kind."""
@@ -153,7 +153,7 @@ def gather(
         id_data: In-distribution data.
         ood_data: Out-of-distribution data, or None.
         held_out: In-distribution data for the threshold, or None.
-        make: Makes the store of a set, given its approximate number of batches and what else receives its vectors.
+        make: Creates the store of a set, given its approximate number of batches and a further receiver of its vectors.
         seen: Receives the vectors of `held_out`.
         augment: Makes further images from `id_data`; OOD images only without `ood_data`.
         batch_size: Rows per forward pass if the data is one tensor, array, frame or dataset.

@@ -1,4 +1,4 @@
-"""How a detector is fitted: which scorer, on which rows, and with which guarantee."""
+"""Choices of a fit: the scorer, the rows to calibrate on, and the resulting guarantee."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MLP_FROM = 5000
 
 
 def check_scorer(choice: str | Scorer | None) -> None:
-    """Raise unless it is the name of a scorer, or an object that can be one."""
+    """Raise unless `choice` is the name of a scorer, or an object with its methods."""
     if isinstance(choice, str):
         make_scorer(choice)
     elif choice is not None and not all(callable(getattr(choice, name, None)) for name in ("fit", "score")):
@@ -51,7 +51,7 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
         return make_scorer(choice)
     if choice is not None:
         try:
-            return copy.deepcopy(choice)  # so that a fit that fails, or another detector's, does not change it
+            return copy.deepcopy(choice)  # so that neither a failed fit nor another detector changes it
         except Exception as error:
             raise InputError(
                 f"Expected a `scorer` that can be copied, but {type(choice).__name__} cannot: {error}."
@@ -80,9 +80,9 @@ def fit_and_score_inliers(
 ) -> tuple[Tensor, Source]:
     """Fit `scorer` and return scores of in-distribution rows to calibrate on, with their source.
 
-    These are held-out rows if there are any, else rows of rotated images, each scored by what was learnt without the original
-    (`rotated_of` says which that is). Otherwise a random part of many rows is kept out of the fit; few rows are all used,
-    each scored by what was learnt from the other folds.
+    These are the held-out rows if there are any, otherwise rows of rotated images, each scored by a fit without its
+    original (given by `rotated_of`). Without either, a random part of many rows is kept out of the fit; few rows are
+    cross-fitted, each scored by a fit on the other folds.
     """
     if held_out is not None:
         fit_scorer(scorer, inliers, outliers)
@@ -106,7 +106,7 @@ def fit_and_score_inliers(
 def choose_scores(
     inliers: Tensor, held_out: Tensor | None, rate: float, confidence: float | None = None
 ) -> tuple[Tensor, Source]:
-    """Return which scores to calibrate on if nothing is learnt, with their source."""
+    """Return the scores to calibrate on, with their source, for a scorer that learns nothing."""
     if held_out is not None:
         return held_out, "held_out"
     check_enough(len(inliers), rate, confidence, kind="in-distribution")
@@ -122,7 +122,7 @@ def _fit_and_score_made(
     *,
     whole: bool,
 ) -> Tensor:
-    """Fit `scorer` on all rows, and score rows that were made of some of them, each without having learnt its origin."""
+    """Fit `scorer` on all rows, and score rows derived from them, each by a fit without its origin."""
     own = getattr(scorer, "fit_and_score", None)
     if own is None:
         return _cross_fit(scorer, inliers, outliers, made, origin)
@@ -134,10 +134,9 @@ def _fit_and_score_made(
 def _cross_fit(
     scorer: Scorer, inliers: Observation, outliers: Observation | None, made: Observation, origin: Tensor
 ) -> Tensor:
-    """Fit `scorer` on all rows, and score rows that were made of them by twins that were fitted on the other folds.
+    """Fit `scorer` on all rows, and score rows derived from them by copies fitted on the other folds.
 
-    Each copy has its own scale; its scores are mapped to that of `scorer` by the mean and deviation of the scores
-    of the rows that it was fitted on.
+    Each copy has its own scale; its scores are mapped to that of `scorer` by mean and deviation of the scores of its own rows.
     """
     fit_scorer(scorer, inliers, outliers)
     known = score_blocks(scorer, inliers)
@@ -154,7 +153,7 @@ def _cross_fit(
 
 
 def warn_if_weak(source: Source, calibration: Calibration | None) -> None:
-    """Say plainly what a threshold is worth that does not come from held-out data."""
+    """Warn if the threshold does not come from held-out data, with the likely range of its rate."""
     if source == "held_out":
         return
     text = GUARANTEES[source]
@@ -164,12 +163,12 @@ def warn_if_weak(source: Source, calibration: Calibration | None) -> None:
         text += f" From {len(calibration.scores)} scores, the rate is {100 * low:.2g} to {100 * high:.2g} % at best."
         if high > 2 * rate:
             enough = examples_for_twice(rate)
-            text += f" {enough} examples would keep it below twice the {100 * rate:g} % asked for."
+            text += f" {enough} examples would keep it below twice the {100 * rate:g} % requested."
     warnings.warn(text, CalibrationWarning, stacklevel=3)
 
 
 def warn_if_left_out(scorer: Scorer) -> None:
-    """Say which terms of a scorer do not count because there are too few examples."""
+    """Warn about terms of the scorer that are left out for lack of examples."""
     left_out: dict[str, str] = getattr(full_of(scorer), "left_out", dict)()
     few = {name: reason for name, reason in left_out.items() if "examples" in reason}
     for name, reason in few.items():

@@ -1,6 +1,6 @@
-"""Groups of inputs, each with a false-alarm rate of its own: given labels, the model's prediction, or ranges of lengths.
+"""Groups of inputs, each with its own threshold: given labels, the model's prediction, or ranges of lengths.
 
-The mean over few tokens scatters more than that over many, so token inputs are compared with those of about their length.
+The mean over few tokens varies more than the mean over many, so token inputs are compared with others of similar length.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from neuralmean.detector.decision import Decision
-from neuralmean.detector.observed import main_rows
+from neuralmean.detector.observed import Observed, main_rows
 from neuralmean.errors import InputError
+from neuralmean.stats.calibration import Calibration
 
 PREDICTED = "predicted"
 LENGTH = "length"
@@ -26,11 +28,11 @@ Groups: TypeAlias = "Sequence[object] | str"
 
 
 def length_ranges(lengths: Sequence[int], needed: int) -> list[int]:
-    """Return where each range of lengths begins, so that the ranges have about as many examples each.
+    """Return the start of each range of lengths, so that the ranges have about equally many examples.
 
     Args:
-        lengths: Of the held-out examples.
-        needed: How many examples a range needs at the least.
+        lengths: Lengths of the held-out examples.
+        needed: Minimum number of examples per range.
 
     Example:
         >>> length_ranges([*range(1, 41)] * 20, 19)
@@ -55,14 +57,14 @@ def length_labels(lengths: Iterable[int], starts: Sequence[int]) -> list[str]:
 
 
 def labels_of_lengths(lengths: Sequence[int] | None, names: Sequence[str]) -> list[str]:
-    """Return which of the ranges with these labels each length is in."""
+    """Return the label of the range of each length, given the labels of all ranges."""
     if lengths is None:
         raise InputError("Expected tokens, as the detector was calibrated by length, but got inputs of another kind.")
     return length_labels(lengths, starts_of(names))
 
 
 def starts_of(names: Iterable[str]) -> list[int]:
-    """Return where the ranges with these labels begin."""
+    """Return the starts of the ranges with these labels."""
     found = [_RANGE.fullmatch(name) for name in names]
     if not found or None in found:
         raise InputError("Expected groups that are ranges of lengths, but got others.")
@@ -86,6 +88,23 @@ def predicted_labels(output: Tensor | None) -> list[str]:
     return [str(label) for label in output.argmax(dim=1).tolist()]
 
 
+def decide_all(
+    passes: Iterable[Observed], calibration: Calibration, groups: Sequence[object] | None, grouped_by: str | None
+) -> Decision:
+    """Return one decision on the inputs of several passes; the arguments are those of `decide_by_group`."""
+    scores, kinds, labels = [], [], list[str]()
+    for seen in passes:
+        scores.append(seen.score)
+        if (found := seen.kind_p_values()) is not None:
+            kinds.append(found)
+        if seen.decision is not None:
+            labels.extend(seen.decision.groups or ())
+    decision = Decision(torch.cat(scores), calibration, torch.cat(kinds) if kinds else None)
+    if groups is None and grouped_by in (PREDICTED, LENGTH):
+        groups = labels
+    return decision if groups is None else decide_by_group(decision, None, groups, grouped_by)
+
+
 def decide_by_group(
     decision: Decision,
     output: Any,
@@ -97,17 +116,17 @@ def decide_by_group(
 
     Args:
         decision: The decision without groups.
-        output: The model's output, from which groups by prediction are taken.
+        output: The model's output, for groups by prediction.
         groups: The labels that came with the inputs; None if none did.
         grouped_by: How the detector was calibrated: `"given"`, `"predicted"`, `"length"`, or None for no groups.
-        lengths: How many tokens each input has; None for inputs that are no tokens.
+        lengths: How many tokens each input has; None if the inputs are not tokens.
     """
     if groups is None and grouped_by == LENGTH:
         groups = labels_of_lengths(lengths, decision.calibration.group_names)
     if groups is None and grouped_by == PREDICTED:
         groups = predicted_labels(main_rows(output, len(decision)))
     if groups is None:
-        return decision  # reading its p-values raises an error that asks for the groups
+        return decision  # reading its p-values raises an error that requests the groups
     if grouped_by is None:
         raise InputError(
             "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from neuralmean.detector.decision import Decision, Explanation
-    from neuralmean.detector.detector import Detector
+    from neuralmean.detector.state import DetectorState
 
 MAX_ROWS = 10
 
@@ -52,7 +52,7 @@ def explanation_table(explanation: Explanation) -> str:
     return table(["input", "score", "largest contributions"], rows, f"Contributions of layers, {how}{more}")
 
 
-def detector_table(detector: Detector) -> str:
+def detector_table(detector: DetectorState) -> str:
     """Return a table of what a detector watches, what it learnt and the guarantee of its threshold."""
     calibration = detector.calibration
     rows = [

@@ -1,4 +1,4 @@
-"""Descriptions of a model as `Detector` would use it, and of a saved file."""
+"""Describes a model as `Detector` would use it, and saved files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Inspection:
         }[self.reference]
         lines = [f"{len(self.layers)} layers, {total} channels", f"reference: {source}"]
         if not self.head_known:
-            lines.append("default scorer: found out in fit (say --size to find out now)")
+            lines.append("default scorer: chosen in fit (give --size to see it now)")
         elif self.head is None:
             lines.append(
                 "default scorer: typicality, with its terms far and angle (no layer's output is the model's, so no classes)"
@@ -55,7 +55,7 @@ class Inspection:
 def inspect_model(
     model: nn.Module, layers: Sequence[str] | None = None, preprocessing: Preprocessing | None = None
 ) -> Inspection:
-    """Inspect `model` as `Detector` would use it; if the input's size is known, the model is run once."""
+    """Inspect `model` as `Detector` would use it; runs the model once if the size of its input is known."""
     chosen = select_layers(model, layers)
     core = unwrap(model)
     free = all(has_running_mean(core.get_submodule(layer.name)) for layer in chosen)
@@ -70,13 +70,13 @@ def inspect_model(
 
 
 def describe_saved(path: str | Path) -> list[str]:
-    """Say what a saved detector holds, without its model."""
+    """Describe a saved detector, without its model."""
     artefact = Artefact.read(path)
     try:
         return _describe(artefact)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         raise ArtefactError(
-            f"Expected {str(path)!r} to describe a detector, but its content makes no sense. Fit again."
+            f"Expected {str(path)!r} to describe a detector, but its content is invalid. Fit again."
         ) from None
 
 
@@ -97,7 +97,7 @@ def _describe(artefact: Artefact) -> list[str]:
 
 
 def _describe_terms(artefact: Artefact) -> list[str]:
-    """Say which terms of the typicality score count, and why others do not."""
+    """Describe which terms of the typicality score count, and why others do not."""
     used = next((tensor for name, tensor in artefact.tensors.items() if name.endswith("used_")), None)
     if used is None or used.shape != (len(TERMS),):
         return []

@@ -1,6 +1,6 @@
-"""What a detector learns, and how `fit` learns it: one pass over the data, then the scorer, then the threshold.
+"""What `fit` learns: one pass over the data, then the scorer, then the threshold.
 
-Nothing here changes a detector: `learn` returns a `Learnt`, which a detector adopts as a whole or not at all.
+Nothing here changes a detector: `learn` returns a `Learnt`, which the detector adopts as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from neuralmean.data.batch import count_rows
 from neuralmean.detector import fitting
-from neuralmean.detector.early_exit import CascadeScorer, full_of
+from neuralmean.detector.early_exit import CascadeScorer, check_statistic, full_of
 from neuralmean.detector.fit_rows import FitData, RowStore, gather
 from neuralmean.detector.groups import LENGTH, length_labels, length_ranges
 from neuralmean.detector.kinds import Kinds
@@ -24,7 +24,7 @@ from neuralmean.recording.observer import FIND_HEAD, ChannelStats, HeadChoice, O
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import AverageScorer, Observation, Scorer
 from neuralmean.scorers.contract import needs_of, score_rows
-from neuralmean.stats.calibration import Calibration, check_enough, examples_needed
+from neuralmean.stats.calibration import Calibration, check_confidence, check_enough, check_rate, examples_needed
 from neuralmean.stats.discrepancy import Statistic, Vectors, vector_layers
 from neuralmean.stats.held_out_profile import HeldOutProfile, ProfileBuilder
 from neuralmean.stats.moments import Moments
@@ -72,7 +72,7 @@ class FitSetup:
     Attributes:
         model: The model.
         layers: The watched layers.
-        statistic: Which discrepancy.
+        statistic: The statistic of the discrepancy.
         scorer: The requested scorer; None chooses the best one for the data.
         reference: The reference, if it is known already.
         head: The requested head: a name, False for none, None to find it.
@@ -109,6 +109,13 @@ class FitOptions:
     batch_size: int
     confidence: float | None = None
 
+    def check(self, statistic: Statistic) -> None:
+        """Raise if an option is out of range or incompatible with the statistic."""
+        check_rate(self.rate)
+        check_confidence(self.confidence)
+        if self.early_exit:
+            check_statistic(statistic)
+
 
 def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: FitOptions) -> tuple[Learnt, Observer]:
     """Fit a scorer and its threshold, and return what was learnt with the observer that was used."""
@@ -116,7 +123,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     n_outliers = None if ood_data is None else count_rows(ood_data) or 0
     scorer = fitting.choose_scorer(setup.scorer, n_outliers)
     observer = setup.observer(setup.head_for(scorer))
-    # An average learns nothing from the rows, so they are scored as they come. (The user's own scorer has a `fit`.)
+    # The average learns nothing from the rows, so they are scored batch by batch. (A user's scorer has a `fit`.)
     streams = setup.reference is not None and setup.statistic != "both" and not options.early_exit
     streams = streams and type(scorer) is AverageScorer
     profile = setup.empty_profile()
@@ -172,7 +179,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
 
 
 def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | None:
-    """Return the range of lengths of each held-out row, if these are tokens: scores of short and long ones scatter otherwise."""
+    """Return the range of lengths of each held-out row; None unless the inputs are tokens of varying length."""
     if held_out is None or options.early_exit:
         return None
     starts = length_ranges(held_out.lengths, examples_needed(options.rate, options.confidence))
@@ -182,14 +189,14 @@ def _by_length(held_out: RowStore | None, options: FitOptions) -> list[str] | No
 def _learn_kinds(setup: FitSetup, scorer: Scorer, parts: dict[str, Any], rate: float) -> Kinds:
     """Learn appearance and content from the rows of a fit, calibrated on those that the threshold comes from."""
     inliers = parts["inliers"]
-    # Without other rows, use those learnt from: few numbers are learnt from many rows.
+    # Without other rows, calibrate on those learnt from: only a few numbers are learnt.
     others = next((rows for name in ("held_out", "rotated") if (rows := parts[name]) is not None), inliers)
     layers = vector_layers(setup.layers, setup.statistic)
     return Kinds.learn(full_of(scorer), inliers, others, layers, len(setup.layers), rate)
 
 
 def check_count(data: Any, is_held_out: bool, options: FitOptions) -> None:
-    """Raise before any work if it is known that there are too few examples for the requested threshold."""
+    """Raise before any work if there are known to be too few examples for the requested threshold."""
     count = count_rows(data)
     if count:  # empty data is reported when it is read
         kind = "held-out" if is_held_out else "in-distribution"

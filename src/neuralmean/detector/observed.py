@@ -1,4 +1,4 @@
-"""Everything that one forward pass gives: what `Detector.observe` returns."""
+"""The result of one forward pass, which `Detector.observe` returns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Observed:
         stats: Channel means and variances, logits and feature, as recorded; None if an early exit stopped the pass.
         vectors: The discrepancy vectors, shape (N, D); None if an early exit stopped the pass.
         explainer: Explains scores; see `explain`.
-        lengths: How many tokens each input has, padding left out; None for inputs that are no tokens.
+        lengths: How many tokens each input has, padding left out; None if the inputs are not tokens.
     """
 
     output: Any
@@ -64,7 +64,7 @@ class Observed:
         """Return how much each layer and channel contributes to the scores, without another pass.
 
         Args:
-            rows: The inputs to explain.
+            rows: Indices of the inputs to explain.
 
         Returns:
             None if an early exit stopped the pass: the later layers never ran.

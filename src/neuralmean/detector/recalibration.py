@@ -1,4 +1,4 @@
-"""A new threshold for a fitted detector, from held-out examples; the scorer and the reference stay."""
+"""A new threshold for a fitted detector, whose scorer and reference are kept."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def recalibrate(
     rate: float,
     confidence: float | None,
 ) -> Learnt:
-    """Return what was learnt with the calibration, profile and kinds of held-out examples.
+    """Return what was learnt, with calibration, profile and kinds from held-out examples.
 
     Args:
-        setup: What the detector was constructed with.
-        learnt: What it has learnt so far.
+        setup: The constructor's arguments.
+        learnt: What was learnt so far.
         passes: Forward passes over the held-out examples.
         groups: A label for each example, `"predicted"` for the model's own predictions, `"length"`, or None.
         rate: The false-alarm rate.
@@ -65,3 +65,11 @@ def recalibrate(
         kinds=None if kinds is None else kinds.calibrated(torch.cat(kind_scores), rate),
         grouped_by=groups if groups is None or isinstance(groups, str) else "given",
     )
+
+
+def change_rate(learnt: Learnt, known: Calibration, rate: float, confidence: float | None) -> Learnt:
+    """Return what was learnt, with the threshold of another false-alarm rate from the scores of a calibration."""
+    if isinstance(learnt.scorer, CascadeScorer):
+        raise InputError("Expected a detector without early exit, whose thresholds were set together. Fit again.")
+    groups = None if known.group_of is None else [known.group_names[number] for number in known.group_of.tolist()]
+    return replace(learnt, calibration=Calibration.of(known.scores, rate, confidence=confidence, groups=groups))

@@ -1,4 +1,4 @@
-"""Which boxes a pass looks at, where they lie in what the layers of a model see, and the channel means inside them."""
+"""The boxes of a pass: where they come from, their place in the input of the layers, and the channel means inside."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from neuralmean.scorers.regions import RegionRows
 from neuralmean.stats.places import patch_grid
 from neuralmean.stats.regions import box_side, cell_weights, check_corners, clip_boxes, random_boxes
 
-# The share of the watched layers that is read, from the first on: each position of a deeper one has seen far more than the
-# box. `python -m benchmarks.regions --depth 1` reads all of them.
+# Share of the watched layers, from the first on, that is read: positions of deeper layers see far more than the box.
+# `python -m benchmarks.regions --depth 1` reads all layers.
 DEPTH = 0.5
 _SMALLEST = 1 / 16  # of the side of an image
 _LEAST_PIXELS = 4.0
@@ -29,18 +29,18 @@ _LEAST_PIXELS = 4.0
 
 @dataclass(frozen=True)
 class Frame:
-    """Where an image lies in what the layers see of a batch."""
+    """Place of an image in the layers' input, the canvas."""
 
-    canvas: tuple[int, int]  # pixels that the cells of a layer cover, (H, W)
-    size: tuple[int, int]  # pixels of the image in it, from the first row and column on
-    scale: tuple[float, float] = (1.0, 1.0)  # from the pixels of the input to those, (y, x)
+    canvas: tuple[int, int]  # size of the canvas in pixels, (H, W)
+    size: tuple[int, int]  # size of the image in it, which starts at the first row and column
+    scale: tuple[float, float] = (1.0, 1.0)  # factors from pixels of the input to pixels of the canvas, (y, x)
 
     def place(self, boxes: Tensor) -> Tensor:
-        """Return boxes (M, 4) in pixels of the input in pixels of the canvas, cut to the image."""
+        """Convert boxes (M, 4) from pixels of the input to pixels of the canvas, clipped to the image."""
         return clip_boxes(check_corners(boxes) * self._factors, self.size)
 
     def unplace(self, boxes: Tensor) -> Tensor:
-        """Return boxes (M, 4) in pixels of the canvas in pixels of the input."""
+        """Convert boxes (M, 4) from pixels of the canvas to pixels of the input."""
         return boxes / self._factors
 
     @property
@@ -50,18 +50,18 @@ class Frame:
 
 
 def frames_of(recorder: Recorder, batch: Batch, model: nn.Module) -> list[Frame]:
-    """Return where each image of a batch lies in what the layers of a model see."""
+    """Return the place of each image of a batch in the layers' input."""
     if batch.images is None:
         x = batch.first
         if x.dim() != 4:
             raise InputError(
-                f"Expected images of shape (N, C, H, W) to look at regions of, but got shape {tuple(x.shape)}."
+                f"Expected images of shape (N, C, H, W) to score regions of, but got shape {tuple(x.shape)}."
             )
         return [Frame((x.shape[2], x.shape[3]), (x.shape[2], x.shape[3]))] * len(x)
     sizes = [(image.shape[1], image.shape[2]) for image in batch.images]
     transform = getattr(model, "transform", None)
     if isinstance(transform, nn.Module) and hasattr(transform, "size_divisible"):
-        # The detection models of torchvision resize each image and put them all on one canvas.
+        # The detection models of torchvision resize all images and place them on one canvas.
         with torch.no_grad(), eval_mode(recorder.modules):
             placed = transform([image.cpu() for image in batch.images])[0]
         height, width = placed.tensors.shape[-2:]
@@ -78,23 +78,23 @@ def frames_of(recorder: Recorder, batch: Batch, model: nn.Module) -> list[Frame]
 
 
 class BoxSource(Protocol):
-    """Gives the boxes of each image of a batch, in pixels of the input."""
+    """Source of the boxes of each image of a batch, in pixels of the input."""
 
     @property
     def needs_output(self) -> bool:
-        """Whether the boxes come out of the model."""
+        """Whether the boxes are computed from the model's output."""
 
     def __call__(self, frames: Sequence[Frame], output: Any) -> list[Tensor]:
-        """Return an (M_i, 4) for each image, given the model's output where it is needed."""
+        """Return the boxes of each image, (M_i, 4), given the model's output if it is needed."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Boxes that the caller has, or that a function finds in the model's output.
+    """Boxes given by the caller, or computed by a function from the model's output.
 
     Attributes:
         boxes: The boxes, or the function.
-        choose: Takes some of the boxes of an image; None takes all.
+        choose: Selects some of the boxes of an image; None selects all.
     """
 
     boxes: Any
@@ -102,7 +102,7 @@ class Given:
 
     @property
     def needs_output(self) -> bool:
-        """Whether the boxes come out of the model."""
+        """Whether the boxes are computed from the model's output."""
         return callable(self.boxes)
 
     def __call__(self, frames: Sequence[Frame], output: Any) -> list[Tensor]:
@@ -126,8 +126,8 @@ class Drawn:
     """Boxes drawn at random.
 
     Attributes:
-        sides: Gives the side of each box of an image, in pixels of its canvas.
-        generator: Where the randomness comes from.
+        sides: Returns the side of each box of an image, in pixels of its canvas.
+        generator: Source of randomness.
     """
 
     sides: Callable[[Frame], Tensor]
@@ -141,7 +141,7 @@ class Drawn:
 
 
 def boxes_to_learn(boxes: Any, per_image: int, generator: torch.Generator) -> BoxSource:
-    """Return a source of some boxes per image, of all sizes: of those that `boxes` finds, or drawn where it is None."""
+    """Return a source of some boxes per image, of all sizes: from `boxes`, or drawn if it is None."""
 
     def some(found: Tensor, frame: Frame) -> Tensor:
         return found[torch.randperm(len(found), generator=generator)[:per_image]]
@@ -158,7 +158,7 @@ def boxes_to_learn(boxes: Any, per_image: int, generator: torch.Generator) -> Bo
 def boxes_to_calibrate(
     boxes: Any, edges: Tensor, ranges: Callable[[Tensor], Tensor], generator: torch.Generator
 ) -> BoxSource:
-    """Return a source of one box per image and range of sizes: those of several in an image would depend on each other."""
+    """Return a source of one box per image and range of sizes, as boxes of one image depend on each other."""
 
     def one_of_each(found: Tensor, frame: Frame) -> Tensor:
         order = torch.randperm(len(found), generator=generator)
@@ -175,17 +175,17 @@ def boxes_to_calibrate(
 
 
 def region_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Return which of the watched layers are read inside boxes."""
+    """Return the watched layers that are read inside boxes."""
     return tuple(layers[: math.ceil(DEPTH * len(layers))])
 
 
 class BoxMeans:
-    """Takes the mean of each channel inside each box.
+    """Computes the mean of each channel inside each box.
 
     Args:
-        layers: The layers that are read inside boxes.
-        frames: Where the images lie.
-        boxes: Of each image, in pixels of the input.
+        layers: The layers to read.
+        frames: Places of the images in the layers' input.
+        boxes: Boxes of each image, in pixels of the input.
     """
 
     def __init__(self, layers: Sequence[Layer], frames: Sequence[Frame], boxes: Sequence[Tensor]) -> None:
@@ -203,7 +203,7 @@ class BoxMeans:
         layer, wide = self._layers[index], activation.detach().float()
         grid = grid_of(wide, layer, self._frames[0].canvas)
         rows = wide.flatten(1, -2) if layer.channels_last else wide.reshape(*wide.shape[:2], -1).transpose(1, 2)
-        if grid is None:  # no places: the same for all boxes of an image
+        if grid is None:  # no positions: the same value for all boxes of an image
             whole = rows.mean(dim=1) if rows.dim() == 3 else rows
             parts = [own.expand(len(boxes), -1) for own, boxes in zip(whole, self._boxes, strict=True)]
         else:
@@ -220,7 +220,7 @@ class BoxMeans:
 
 
 def grid_of(activation: Tensor, layer: Layer, canvas: tuple[int, int]) -> tuple[int, tuple[int, int]] | None:
-    """Return how many positions of an activation are no places, and the rows and columns of the rest; None without places."""
+    """Return the number of tokens before the grid of an activation, and its rows and columns; None without a grid."""
     sizes = activation.shape[1:-1] if layer.channels_last else activation.shape[2:]
     if len(sizes) == 2:
         return 0, (sizes[0], sizes[1])
@@ -230,12 +230,12 @@ def grid_of(activation: Tensor, layer: Layer, canvas: tuple[int, int]) -> tuple[
 def read_boxes(
     recorder: Recorder, model: nn.Module, batch: Batch, source: BoxSource
 ) -> tuple[Any, list[Tensor], RegionRows]:
-    """Run a batch, and return the model's output, the boxes of each image, and what is in them, image by image."""
+    """Run a batch, and return the model's output, the boxes of each image, and the channel means inside, image by image."""
     frames, layers = frames_of(recorder, batch, model), region_layers(recorder.layers)
     means, unread = partial(BoxMeans, layers, frames), torch.empty(0)
     with torch.no_grad():
         if source.needs_output:
-            # Until the boxes are known the activations are kept, copied as a later layer may write to them.
+            # Activations are kept until the boxes are known, as copies, because a later layer may overwrite them.
             found = recorder.keep_activations(batch, lambda index, own: own.clone() if index < len(layers) else unread)
             boxes = source(frames, found.recording.output)
             inside = means(boxes)

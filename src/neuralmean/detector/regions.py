@@ -1,7 +1,7 @@
 """P-values of regions of an image: of boxes, and of the surroundings of every cell of a layer.
 
-What is usual for a box of its size is learnt from in-distribution images. The p-values come from boxes of held-out images,
-one of each range of sizes per image: a box of a fresh image is exchangeable with those of its range.
+Statistics of boxes by size are learnt from in-distribution images. The p-values come from boxes of held-out images, one
+per image and range of sizes, with which a box of a fresh image is exchangeable.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 Boxes: TypeAlias = "Tensor | Sequence[Tensor] | Callable[[Any], Sequence[Tensor]]"
 
-MOST_BOXES = 8192  # that are learnt from
+MOST_BOXES = 8192  # boxes to learn from
 _MOST_PER_IMAGE = 8
-_CELLS = 8  # that the map of a layer chosen for it has at the least, in rows and in columns
-_MAP_BYTES = 256 * 1024**2  # for the means of the cells of a map
+_CELLS = 8  # minimum rows and columns of a layer chosen for a map
+_MAP_BYTES = 256 * 1024**2  # memory for the means of the cells of a map
 
 
 @dataclass(frozen=True, eq=False)
 class Regions:
-    """What was learnt of regions.
+    """What was learnt about regions.
 
     Attributes:
-        scorer: From the channel means inside a box to its score.
-        calibration: Scores of boxes of held-out images, in groups by range of sizes.
+        scorer: Scores the channel means inside a box.
+        calibration: Scores of boxes of held-out images, grouped by range of sizes.
     """
 
     scorer: RegionScorer
@@ -63,7 +63,7 @@ class Regions:
 
 
 def size_labels(scorer: RegionScorer, rows: RegionRows) -> list[str]:
-    """Return the range of sizes of each box in words."""
+    """Return a label for the range of sizes of each box."""
     edges = scorer.edges_.tolist()
     names = [f"{low:.3g} to {high:.3g} px" for low, high in itertools.pairwise(edges)]
     return [names[index] for index in scorer.ranges(rows.side).tolist()]
@@ -71,13 +71,13 @@ def size_labels(scorer: RegionScorer, rows: RegionRows) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class RegionDecisions(Sequence[Decision]):
-    """What a detector says of boxes in N images: a sequence with a `Decision` for each image, on its boxes in order.
+    """Decisions on boxes in N images: a sequence with the `Decision` on the boxes of each image.
 
     Attributes:
         output: The model's own output, from the same pass.
-        boxes: The boxes of each image, (M_i, 4), as they were given.
-        decision: The decision on all boxes in one, those of the first image first.
-        stacked: Whether the boxes came as one tensor (N, M, 4).
+        boxes: The given boxes of each image, (M_i, 4).
+        decision: One decision on all boxes, in the order of the images.
+        stacked: Whether the boxes were given as one tensor (N, M, 4).
     """
 
     output: Any
@@ -128,7 +128,7 @@ class RegionDecisions(Sequence[Decision]):
 def learn_regions(
     detector: Detector, id_data: Any, held_out: Any, rate: float, *, boxes: Callable[[Any], Any] | None, batch_size: int
 ) -> Regions:
-    """Return what regions of in-distribution images look like; see `Detector.fit_regions`."""
+    """Learn from regions of in-distribution images; see `Detector.fit_regions`."""
     generator = torch.Generator().manual_seed(0)
     scorer = _learn_scorer(detector, id_data, boxes, generator, batch_size)
     source = boxes_to_calibrate(boxes, scorer.edges_, scorer.ranges, generator)
@@ -193,7 +193,7 @@ def region_map(detector: Detector, x: Any, *, layer: str | None, window: float |
 
 
 def learnt_regions(detector: Detector) -> Regions:
-    """Return what was learnt of regions, or raise."""
+    """Return what was learnt about regions, or raise."""
     if detector.learnt.regions is None:
         raise NotFittedError(
             "The detector has not learnt regions yet. Fit it with `regions=True`, or call `fit_regions` with in-distribution "
@@ -207,7 +207,7 @@ def _read(detector: Detector, batch: Batch, source: BoxSource) -> RegionRows:
 
 
 def _thin(batches: Iterator[Batch], every: int) -> Iterator[Batch]:
-    """Keep one of so many rows."""
+    """Keep every n-th row."""
     start = 0
     for batch in batches:
         rows = torch.arange(start, len(batch), every)
@@ -217,7 +217,7 @@ def _thin(batches: Iterator[Batch], every: int) -> Iterator[Batch]:
 
 
 def _cells(detector: Detector, batch: Batch, layer: str | None) -> tuple[int, int]:
-    """Return rows and columns of a layer; of the deepest one that has enough of them if None."""
+    """Return rows and columns of a layer; None takes the deepest layer with enough cells."""
     canvas = batch.first.shape[2], batch.first.shape[3]
     found: dict[str, tuple[int, int]] = {}
 
@@ -232,15 +232,17 @@ def _cells(detector: Detector, batch: Batch, layer: str | None) -> tuple[int, in
         detector._observer.recorder.keep_activations(batch, keep)
     if layer is not None and layer not in found:
         shown = ", ".join(map(repr, list(found)[:5])) or "none"
-        raise InputError(f"Expected `layer` to be a watched layer with places, such as {shown}, but got {layer!r}.")
+        raise InputError(f"Expected `layer` to be a watched layer with positions, such as {shown}, but got {layer!r}.")
     if not found:
-        raise InputError("Expected watched layers with places, but there are none. Watch convolutions or batch norms.")
+        raise InputError(
+            "Expected watched layers with positions, but there are none. Watch convolutions or batch norms."
+        )
     fine = [name for name, cells in found.items() if min(cells) >= _CELLS]
     return found[layer or (fine[-1] if fine else max(found, key=lambda name: math.prod(found[name])))]
 
 
 def _windows(cells: tuple[int, int], size: tuple[int, int], side: float) -> Tensor:
-    """Return a square around each cell, (cells, 4); those at the edge are moved inwards, not cut."""
+    """Return a square around each cell, (cells, 4); squares at the edge are shifted inwards."""
     if not side > 0:
         raise InputError(f"Expected `window` to be a number of pixels above 0, but got {side!r}.")
     ends = torch.tensor([size[1], size[0]], dtype=torch.float64)

@@ -18,17 +18,17 @@ from neuralmean.models.huggingface import Tokenizer
 from neuralmean.models.spec import resolve
 
 COMPILING_S = 60.0
-"""What freezing costs, about."""
+"""Approximate cost of freezing."""
 SAVED_SHARE = 0.1
-"""What a frozen graph saves of the passes of large batches, at the least (docs/speed.md)."""
+"""Minimum share of the time of large batches that a frozen graph saves (docs/speed.md)."""
 
 LEAST_BATCHES = 50
-"""Fewer are not worth the two that are timed."""
+"""Fewer batches are not worth timing two."""
 
 
 @dataclass(frozen=True)
 class SavedDetector:
-    """A detector that is ready for use, with the preprocessing of its images, or the tokenizer of its texts."""
+    """A detector with its model, and the preprocessing of its images or the tokenizer of its texts."""
 
     detector: Detector
     preprocessing: Preprocessing | None
@@ -44,7 +44,7 @@ class SavedDetector:
         return self.preprocessing
 
     def need_tokenizer(self) -> Tokenizer:
-        """Return what makes inputs of texts, or raise where the model takes none."""
+        """Return the tokenizer, or raise if the model does not take texts."""
         if self.tokenizer is None:
             raise InputError(
                 "Expected a detector of a model that takes texts, fitted with `hf:DIR`, but this one takes something else."
@@ -52,16 +52,16 @@ class SavedDetector:
         return self.tokenizer
 
     def freeze(self) -> None:
-        """Have the model run as one graph, which is faster: see `Detector.freeze`.
+        """Run the model as one graph, which is faster; see `Detector.freeze`.
 
         Raises:
-            InputError: The size of the model's input is not known, or the model is no fixed graph.
+            InputError: The size of the model's input is unknown, or the model is not a fixed graph.
         """
         example = None if self.preprocessing is None else self.preprocessing.example()
         if example is None:
             raise InputError(
-                "Expected a model whose inputs are images of one size to freeze, but neither the file nor the model says which. "
-                "Fit again with --size, or leave out --freeze."
+                "Expected a model whose inputs are images of one size to freeze, but neither the file nor the model states "
+                "their size. Fit again with --size, or leave out --freeze."
             )
         try:
             self.detector.freeze(example)
@@ -69,11 +69,11 @@ class SavedDetector:
             raise InputError(f"{error} Leave out --freeze.") from error
 
     def freeze_if_worth(self, n_inputs: int, batch_size: int) -> bool:
-        """Freeze the detector if so many inputs take so long that compiling pays, and return whether it is frozen.
+        """Freeze the detector if scoring this many inputs takes long enough to pay for compiling; return whether it is frozen.
 
         Args:
-            n_inputs: How many inputs there are.
-            batch_size: Of the passes to come.
+            n_inputs: Number of inputs.
+            batch_size: Batch size of the passes to come.
         """
         example = None if self.preprocessing is None else self.preprocessing.example()
         if example is None or n_inputs < LEAST_BATCHES * batch_size:
@@ -109,8 +109,8 @@ def open_saved(
         trust_local_code: Whether the file may name a model in a module of the working folder, which is then imported.
 
     Raises:
-        InputError: The file does not say which model it belongs to, or the model cannot be rebuilt.
-        ModelMismatchError: The model could be rebuilt but is not the one of the fit.
+        InputError: The file does not name its model, or the model cannot be rebuilt.
+        ModelMismatchError: The model was rebuilt but is not the one of the fit.
     """
     artefact = Artefact.read(path)
     info = artefact.header.get("info")
@@ -140,12 +140,12 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     if not isinstance(remembered, str):
         return None
     beside = path.parent / Path(remembered).name
-    # A network path would make Windows send the user's password hash to the author of the file.
+    # On Windows, a network path would send the user's password hash to the author of the file.
     for candidate in (beside,) if remembered.startswith(("\\\\", "//")) else (Path(remembered), beside):
         with suppress(OSError, ValueError):  # an impossible path
             if candidate.is_file():
                 return candidate
     raise InputError(
         f"Expected the model's weights at {remembered[:200]!r}, as when {str(path)!r} was fitted, but they are not there. "
-        "Say where they are with --weights."
+        "Pass them with --weights."
     )

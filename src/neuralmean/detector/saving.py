@@ -1,4 +1,4 @@
-"""Converts a `Detector` to its saved file and back, with every check."""
+"""Converts a `Detector` to its saved file and back, with all checks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def from_artefact(kind: type[Detector], artefact: Artefact, model: nn.Module, pa
 
 
 def _read_learnt(detector: Detector, artefact: Artefact, scorer: VectorScorer, head: str | None) -> Learnt:
-    """Return what an artefact says was learnt, after checking that it fits the detector's model."""
+    """Return what was learnt according to an artefact, after checking that it fits the detector's model."""
     for name, tensor in artefact.tensors.items():
         if tensor.dtype not in _TYPES or not bool(torch.isfinite(tensor).all()):
             raise ArtefactError(f"{name} holds {tensor.dtype} or numbers that are not finite")
@@ -186,7 +186,7 @@ def _read_learnt(detector: Detector, artefact: Artefact, scorer: VectorScorer, h
     known |= _KIND_NAMES if learnt.kinds is not None else set()
     known |= _REGION_NAMES if learnt.regions is not None else set()
     if unknown := set(artefact.tensors) - known:
-        raise ArtefactError(f"nothing has a use for {sorted(unknown)[0][:40]!r}")
+        raise ArtefactError(f"{sorted(unknown)[0][:40]!r} is unknown")
     return learnt
 
 
@@ -215,7 +215,7 @@ def _read_calibration(artefact: Artefact) -> tuple[Calibration, Source]:
     check_rate(rate)
     is_sorted = scores.is_floating_point() and scores.dim() == 1 and bool((scores.diff() >= 0).all())
     if source not in GUARANTEES or not is_sorted:
-        raise ArtefactError("the calibration is not one")
+        raise ArtefactError("the calibration is invalid")
     names, grouped_by = header["groups"], header["grouped_by"]
     if not names:
         if grouped_by is not None:
@@ -279,12 +279,12 @@ def _check_exits(detector: Detector, scorer: VectorScorer) -> None:
 
 
 def _try_scorer(detector: Detector, scorer: VectorScorer, head: str | None) -> None:
-    """Score zeros, so that a state of the wrong shape is noticed now."""
+    """Score zeros, so that a state of the wrong shape raises now."""
     logits, feature = None, None
     if head is not None:
         module = unwrap(detector.model).get_submodule(head)
         if not isinstance(module, nn.Linear):
-            raise ArtefactError(f"the head {head!r} is no linear layer but a {type(module).__name__}")
+            raise ArtefactError(f"the head {head!r} is not a linear layer but a {type(module).__name__}")
         logits, feature = torch.zeros(1, module.out_features), torch.zeros(1, module.in_features)
     score_rows(scorer, Observation(torch.zeros(1, len(detector.channels)), logits, feature))
 

@@ -1,4 +1,4 @@
-"""Compares what a written graph returns with what the library says, before the file is kept."""
+"""Compares the results of a written graph with those of the library, before the file is kept."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-SCORE_TOLERANCE = 1e-3  # how far a score may be off; of scores beyond 10, a ten-thousandth
-BORDERLINE = 1e-4  # how near the threshold a score may lie on the other side
+SCORE_TOLERANCE = 1e-3  # largest difference of scores; relative to 10 for larger scores
+BORDERLINE = 1e-4  # distance from the threshold within which decisions may differ
 _OUTPUT_TOLERANCE = 1e-4
-_KIND_TOLERANCE = 1e-3  # of the p-values of kinds, besides two held-out scores that lie between
+_KIND_TOLERANCE = 1e-3  # of p-values of kinds, in addition to two held-out scores
 _SIZES = (1, 2, 8)
 
 
@@ -31,12 +31,13 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
     """Run a written graph on images and compare it with the library.
 
     Args:
-        detector: What was written.
+        detector: The exported detector.
         run: Runs the graph on its inputs.
-        names: Of the graph's outputs; score, p-value and decision come after those of the model, then the kind if it is learnt.
+        names: Names of the graph's outputs: those of the model, then score, p-value and decision, then the kind if it
+            is learnt.
         example: An example of the inputs.
         data: The inputs to compare on; None takes noise, natural-looking images and odd inputs.
-        where: What runs the graph, for the error message.
+        where: Name of the runtime, for error messages.
 
     Raises:
         InputError: An output differs; the message names it.
@@ -45,7 +46,7 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
     for batch in batches:
         try:
             seen = next(iter(detector.observe_each([batch.each(Tensor.clone)])))
-        except InputError:  # not finite, which the library refuses
+        except InputError:  # not finite, for which the library raises
             if data is not None:
                 raise
             continue
@@ -59,7 +60,7 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
             name = _differing_kind(p_values, found[len(expected) :], len(detector.calibrated().scores))
         if name is not None:
             raise InputError(
-                f"Expected the graph in {where} to say what the library says, but {name} for {len(batch)} "
+                f"Expected the graph in {where} to agree with the library, but {name} for {len(batch)} "
                 f"{'test inputs' if data is None else 'inputs of `check`'} of shape {tuple(batch.first.shape[1:])}. No file was "
                 "written. Compare on inputs of your own with `check`, or run the model with the library."
             )
@@ -68,7 +69,7 @@ def check_graph(detector: Detector, run: Run, names: Sequence[str], example: Bat
 def _differing(
     names: Sequence[str], expected: Sequence[Tensor], found: Sequence[Tensor], threshold: float
 ) -> str | None:
-    """Say which output differs and how; None if they all agree."""
+    """Describe the output that differs; None if all agree."""
     *outputs, score, p_value, is_ood = (value.detach() for value in expected)
     *others, other_score, other_p, other_is_ood = found
     if len(outputs) != len(others):
@@ -86,13 +87,13 @@ def _differing(
     clear = (score.double() - threshold).abs() > BORDERLINE * max(1.0, abs(threshold))
     if bool((other_is_ood[clear] != is_ood[clear]).any()):
         return "`is_ood` differs"
-    # One held-out score more or less, where the two scores lie on either side of it.
+    # Allows for one held-out score between the two scores.
     same = off == 0
     return None if torch.allclose(other_p[same], p_value[same], rtol=0, atol=1e-9) else "`p_value` differs"
 
 
 def _differing_kind(p_values: Tensor, found: Sequence[Tensor], n_held_out: int) -> str | None:
-    """Say which p-value of the kind differs by more than a held-out score or two; None if they agree."""
+    """Describe the p-value of the kind that differs by more than two held-out scores; None if all agree."""
     if len(found) != len(KIND_NAMES):
         return f"it returns {len(found)} outputs of the kind, not {len(KIND_NAMES)},"
     allowed = _KIND_TOLERANCE + 2.5 / (n_held_out + 1)
@@ -103,7 +104,7 @@ def _differing_kind(p_values: Tensor, found: Sequence[Tensor], n_held_out: int) 
 
 
 def _made(example: Batch) -> Iterator[Batch]:
-    """Yield the example in batches of several sizes or, where it is the only input, probes of its shape."""
+    """Yield the example in batches of several sizes or, if it is the only input, probes of its shape."""
     if len(example.args) == 1 and not example.kwargs:
         yield from (Batch((inputs,)) for inputs in odd_inputs(example.first))
         return

@@ -1,7 +1,7 @@
-"""A fitted detector as one module of tensors: model, discrepancy, scorer and threshold, with nothing left in Python.
+"""A fitted detector as one module of tensors: model, discrepancy, scorer and threshold.
 
-For exporters. It shares the model's tensors, keeps everything that was learnt in buffers, and returns what the detector
-would say. It must not change the model.
+For exporters. The module shares the model's tensors, keeps everything that was learnt in buffers, and returns the
+detector's results.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ KIND_NAMES = ("p_appearance", "p_content", "kind")
 
 
 class DetectorGraph(nn.Module):
-    """Runs the model on its inputs and returns `(output, score, p_value, is_ood)`, then `KIND_NAMES` where there are kinds.
+    """Runs the model on its inputs and returns `(output, score, p_value, is_ood)`, then `KIND_NAMES` if kinds were learnt.
 
     Args:
         detector: A fitted detector.
-        names: Names of the inputs: those of the first `n_args` are not used, the others are keywords of the model.
-        n_args: How many inputs the model takes by position.
+        names: Names of the inputs; those after the first `n_args` are keywords of the model.
+        n_args: Number of positional inputs of the model.
     """
 
     calibration_scores: Tensor
@@ -62,7 +62,7 @@ class DetectorGraph(nn.Module):
             variance=detector.statistic != "mean",
             head=detector.head,
         )
-        # One more than any score, for the one that a p-value counts besides the held-out scores.
+        # An infinite score, for the one that a p-value counts in addition to the held-out scores.
         scores = detector.calibration.scores
         self.register_buffer("calibration_scores", torch.cat([scores, scores.new_full((1,), torch.inf)]))
         self.register_buffer("alarm_rate", torch.tensor(detector.calibration.level, dtype=torch.float64))
@@ -78,10 +78,10 @@ class DetectorGraph(nn.Module):
         vector = self.vectors(mean, variance)
         observation = Observation(vector, logits, feature)
         score = self.scorer.score(observation if self.needs else vector)
-        # A comparison with every score: `searchsorted` has no counterpart in ONNX.
+        # Compare with every score, as ONNX has no `searchsorted`.
         at_least = self.calibration_scores >= score.to(self.calibration_scores.dtype).unsqueeze(1)
         p_value = at_least.double().sum(dim=1) / len(self.calibration_scores)
-        is_ood = p_value <= self.alarm_rate  # a score that is no number has the p-value 0
+        is_ood = p_value <= self.alarm_rate  # a NaN score has the p-value 0
         if self.kinds is None:
             return output, score, p_value, is_ood
         return output, score, p_value, is_ood, *self._kind(observation, is_ood)
@@ -95,10 +95,10 @@ class DetectorGraph(nn.Module):
 
 
 def input_names(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Name the inputs of a batch as the model's `forward` does.
+    """Return the names of a batch's inputs, as in the model's `forward`.
 
     Raises:
-        InputError: An input that is not a tensor.
+        InputError: An input is not a tensor.
     """
     for value in (*batch.args, *batch.kwargs.values()):
         if not isinstance(value, Tensor):

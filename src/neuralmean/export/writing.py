@@ -1,8 +1,8 @@
 """Writes a fitted detector as one graph that runs without neuralmean: ONNX, and torch's own `.pt2`.
 
 The graph holds the model, the discrepancy, the scorer and the threshold; its outputs are the model's own, `score`,
-`p_value` and `is_ood`. The batch is dynamic. The header of the saved file goes along as metadata. No file is kept that was not
-run and compared with the library.
+`p_value` and `is_ood`. The batch size is dynamic. The header of the saved file is stored as metadata. Every file is run
+and compared with the library before it is kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 METADATA_KEY = "neuralmean"
 VERDICTS = ("score", "p_value", "is_ood")
-RATE = "alarm_rate"  # optional input of an ONNX graph: inputs with a p-value of at most so much are flagged
+RATE = "alarm_rate"  # optional input of an ONNX graph: the largest p-value that is flagged
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ def to_onnx(
 ) -> tuple[str, ...]:
     """Write the detector and its model as one ONNX graph, and return the names of the graph's outputs.
 
-    The graph is run in onnxruntime with its default settings and compared with the library: a score that is off by more than
-    0.001 (of scores beyond 10, by a ten-thousandth) or another decision is an error, and no file is left. The optional input
-    `alarm_rate`, a float64 number, flags another share than that of the fit.
+    The graph is run in onnxruntime with default settings and compared with the library. If a score differs by more than
+    0.001 (by a ten-thousandth for scores beyond 10), or a decision differs, an error is raised and no file is written.
+    The optional input `alarm_rate`, a float64 number, overrides the false-alarm rate of the fit.
 
     Args:
         detector: A fitted detector.
-        path: Where to; the file is written whole or not at all.
+        path: The file, which is written atomically.
         example_input: An input of the model as in `detector(x)`; only its shapes and types matter.
-        input_shape: Shape of one input without the batch, `(3, 32, 32)`, in place of an example.
+        input_shape: Shape of one input without the batch, such as `(3, 32, 32)`, instead of an example.
         check: Inputs to compare on, as for `score`; None takes noise and natural-looking images. None of them is stored.
 
     Raises:
-        MissingExtraError: The packages that write and run ONNX are not installed.
-        InputError: The detector is no fixed graph, or the graph says something else than the library.
+        MissingExtraError: The packages to write and run ONNX are not installed.
+        InputError: The detector is not a fixed graph, or the graph's results differ from the library's.
     """
     try:
         import onnx
@@ -94,7 +94,7 @@ def to_onnx(
     check_target(path)
     found = _capture(detector, example_input, input_shape)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.onnx warns of its own deprecations
+        warnings.simplefilter("ignore")  # torch.onnx warns about its own deprecations
         options: dict[str, Any] = {"input_names": list(found.inputs), "output_names": list(found.outputs)}
         exported: Any = torch.onnx.export(found.program, (), dynamo=True, verbose=False, **options)
     proto = exported.model_proto
@@ -103,7 +103,7 @@ def to_onnx(
     onnx.helper.set_model_props(proto, {METADATA_KEY: found.header})
     content = proto.SerializeToString()
     settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3  # it warns that the rate is no constant
+    settings.log_severity_level = 3  # it warns that the rate is not a constant
     session = onnxruntime.InferenceSession(content, settings)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -117,7 +117,7 @@ def to_onnx(
 
 
 def _name_batch(proto: Any) -> None:
-    """Call the batch by its name, and not by that of a symbol of torch's."""
+    """Name the batch dimension, instead of torch's symbol."""
     parts = [list(proto.graph.input), [*proto.graph.output, *proto.graph.value_info]]
     inputs, others = ([dim for value in part for dim in value.type.tensor_type.shape.dim] for part in parts)
     symbols = {dim.dim_param for dim in inputs} - {""}
@@ -138,25 +138,26 @@ def to_pt2(
     """Write the detector and its model as compiled code, and return the names of the outputs.
 
     `torch._inductor.aoti_load_package(path)`, or C++ without Python, runs the file: it returns the model's output, score,
-    p-value and decision. It holds machine code for this operating system and this family of processors. The saved file's header
-    is in its metadata under `neuralmean`. Checked as by `to_onnx`.
+    p-value and decision. The file contains machine code for this operating system and processor family, and the header
+    of the saved file in its metadata under `neuralmean`. It is checked as by `to_onnx`.
 
     Args:
         detector: A fitted detector.
-        path: Where to; the file is written whole or not at all.
+        path: The file, which is written atomically.
         example_input: As for `to_onnx`.
         input_shape: As for `to_onnx`.
         check: As for `to_onnx`.
-        portable: Write the exported program instead, which `torch.export.load(path).module()` runs on any machine, and which
-            needs no compiler; the header is its extra file `neuralmean`.
+        portable: Write the exported program instead, which `torch.export.load(path).module()` runs on any machine
+            without a compiler; the header is its extra file `neuralmean`.
 
     Raises:
-        InputError: The detector is no fixed graph, there is no C++ compiler, or the graph says something else than the library.
+        InputError: The detector is not a fixed graph, there is no C++ compiler, or the graph's results differ from the
+            library's.
     """
     check_target(path)
     found = _capture(detector, example_input, input_shape)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tensors that share memory
+        warnings.simplefilter("ignore")  # about tensors that share memory
         if portable:
             buffer = io.BytesIO()
             torch.export.save(found.program, buffer, extra_files={METADATA_KEY: found.header})
@@ -196,7 +197,8 @@ def _capture(detector: Detector, example_input: Any, input_shape: Sequence[int] 
         except InputError as error:
             raise InputError(
                 f"Expected {type(core).__name__} and its scorer to be a fixed graph for batches of any size, but "
-                f"{str(error).rstrip('.')}. Look for Python numbers made of tensors: use `x.shape[0]`, and no branch on values."
+                f"{str(error).rstrip('.')}. Look for Python numbers computed from tensors: use `x.shape[0]`, "
+                "and no branch on values."
             ) from error
     header = json.dumps(_header(detector), sort_keys=True)
     kinds = () if detector.learnt.kinds is None else KIND_NAMES
@@ -210,15 +212,15 @@ def _example(example_input: Any, input_shape: Sequence[int] | None) -> Batch:
     batch = batch.to(torch.device("cpu"))
     if len(batch) > 1:
         return batch
-    # A single example would have its batch size built into the graph.
+    # With a single example, the batch size would become a constant of the graph.
     return batch.each(lambda value: torch.cat([value, value]) if value.dim() and len(value) == 1 else value)
 
 
 def _output_names(output: Any) -> list[str]:
-    """Name the model's own outputs: `output`, or one name per tensor where there are several."""
+    """Name the model's own outputs: `output`, or one name per tensor if there are several."""
     if isinstance(output, Tensor):
         return ["output"]
-    leaves = [leaf for leaf in pytree.tree_flatten(output)[0] if leaf is not None]  # of which the graph knows nothing
+    leaves = [leaf for leaf in pytree.tree_flatten(output)[0] if leaf is not None]  # which the graph does not have
     if isinstance(output, Mapping):
         there = [key for key, value in output.items() if value is not None]
         if len(leaves) == len(there):
@@ -229,6 +231,6 @@ def _output_names(output: Any) -> list[str]:
 def _header(detector: Detector) -> dict[str, Any]:
     if isinstance(full_of(detector.scorer), VectorScorer):
         header = to_artefact(detector).header
-    else:  # a scorer of the user's own is in the graph but has no saved form
+    else:  # a user's scorer is in the graph but has no saved form
         header = {"threshold": detector.threshold, "versions": {"neuralmean": __version__, "torch": torch.__version__}}
     return {**header, "format_version": FORMAT_VERSION}

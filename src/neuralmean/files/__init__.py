@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, and read without trust."""
+"""Files: written atomically, and read without trusting them."""

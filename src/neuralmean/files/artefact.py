@@ -1,7 +1,7 @@
 """The saved file: safetensors with a JSON header and a digest over all of it. No pickle, no code.
 
-Nothing read is trusted: sizes are bounded, the digest is checked before anything is used, and any defect of a
-file is an `ArtefactError` of one sentence. The reader is our own, because that of safetensors keeps three copies in memory.
+Nothing read is trusted: sizes are bounded, the digest is checked before anything is used, and any defect raises
+`ArtefactError`. The reader is our own, as that of safetensors holds three copies in memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _DTYPES = {"F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64"
 
 @dataclass(frozen=True)
 class Artefact:
-    """The content of a saved detector: named tensors, and a header of JSON values that says what they are."""
+    """The content of a saved detector: named tensors, and a header of JSON values that describes them."""
 
     header: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def write(self, path: str | Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         try:
-            # As it will be read: JSON makes strings of the keys and may change their order.
+            # As it will be read, since JSON turns keys into strings and may reorder them.
             header = json.loads(json.dumps({**self.header, "format_version": FORMAT_VERSION}))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"Expected `info` to hold nothing but JSON values, but it does not ({error}).") from None
@@ -145,7 +145,7 @@ def _check_version(header: dict[str, Any], path: str) -> None:
     version = header.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ArtefactError(
-            f"Expected {path!r} to say its format version, but it says {str(version)[:40]!r}. It is damaged."
+            f"Expected {path!r} to state its format version, but it states {str(version)[:40]!r}. It is damaged."
         )
     if version > FORMAT_VERSION:
         raise ArtefactError(

@@ -1,8 +1,7 @@
-"""Files that are written whole or not at all.
+"""Atomic file writes, and locks between processes.
 
-This library writes every result with `write_atomically`: a reader of the path sees the old
-file or the new one, never a part, also after `kill -9`, a full disk or a power cut. `locked` makes processes take turns.
-Independent of formats.
+This library writes every result with `write_atomically`: a reader of the path sees the old file or the new one, never a
+part of it, even after `kill -9`, a full disk or a power cut. `locked` serialises processes.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def write_atomically(path: str | Path, mode: Literal["wb"] = ...) -> AbstractCon
 @overload
 def write_atomically(path: str | Path, mode: Literal["w"]) -> AbstractContextManager[TextIO]: ...
 def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> AbstractContextManager[Any]:
-    """Open a file for writing that takes its place at `path` only when the block ends without an error.
+    """Open a file for writing that replaces `path` only if the block ends without an error.
 
-    The bytes go to a hidden file in the same folder, reach the disk, and then replace `path` in one step. When the
-    block raises, the hidden file is removed and what was at `path` stays as it was. A symbolic link is followed, the
+    The bytes are written to a hidden file in the same folder and synchronised to disk before it replaces `path` in one
+    step. If the block raises, the hidden file is removed and `path` is unchanged. A symbolic link is followed, the
     permissions of an existing file are kept, and a device or a pipe (`/dev/stdout`) is written to directly.
 
     Args:
-        path: Where the file will be.
+        path: The file to write.
         mode: `"wb"` for bytes, `"w"` for UTF-8 text, written without newline translation, as `csv` requires.
 
     Example:
@@ -55,7 +54,7 @@ def write_atomically(path: str | Path, mode: Literal["wb", "w"] = "wb") -> Abstr
 
 
 def check_target(path: str | Path) -> None:
-    """Raise now what `write_atomically` would raise after hours of work: no such folder, a folder of that name, no permission."""
+    """Raise early what `write_atomically` would raise later: no such folder, a folder of that name, no permission."""
     path = Path(path)
     mode, folder = _existing_mode(path), Path(os.path.realpath(path)).parent
     if mode is None and not folder.is_dir():
@@ -80,7 +79,7 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         raise ArtefactError(_explain(path, error)) from error
     try:
         with _open_descriptor(descriptor, mode) as handle:
-            if permissions is not None:  # before there is anything in it that others may not read
+            if permissions is not None:  # before it has content that others may not read
                 with suppress(OSError):
                     os.chmod(descriptor if os.chmod in os.supports_fd else temporary, stat.S_IMODE(permissions))  # noqa: PTH101
             yield handle
@@ -89,7 +88,7 @@ def _write_atomically(path: Path, mode: Literal["wb", "w"]) -> Generator[IO[Any]
         _replace(temporary, target, path)
     except OSError as error:
         _remove(temporary)
-        # The block may raise an OSError of its own, about another file or a connection.
+        # The block may raise an unrelated OSError, about another file or a connection.
         if error.errno in _OF_THE_DISK and error.filename is None:
             raise ArtefactError(_explain(path, error)) from error
         raise
@@ -155,7 +154,7 @@ def _remove(temporary: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power cut where the system can (Windows and some network drives cannot)."""
+    """Make the new name survive a power cut if the system supports it (Windows and some network drives do not)."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -183,11 +182,11 @@ def _explain(path: Path, error: OSError) -> str:
 
 @contextmanager
 def locked(path: str | Path, *, wait: bool = True) -> Generator[bool]:
-    """Hold an exclusive lock on `path` inside the block; the system releases it when the process ends, however it ends.
+    """Hold an exclusive lock on `path` inside the block; the system releases it when the process ends for any reason.
 
     Args:
-        path: A file of its own for the lock; created if missing, and never deleted.
-        wait: Whether to wait for another process; if not, the block runs in any case and receives whether it holds the lock.
+        path: A separate file for the lock; created if missing, and never deleted.
+        wait: Whether to wait for another process. If not, the block always runs, and gets whether it holds the lock.
 
     Raises:
         ArtefactError: The file cannot be created.

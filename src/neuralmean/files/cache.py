@@ -1,4 +1,4 @@
-"""The user's cache folder: for what can be made again, and is trusted because nobody else may write to it."""
+"""The user's cache folder, whose content is trusted because nobody else may write to it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from neuralmean.errors import InputError
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder in the user's cache, made if there is none, that nobody else may read or write.
+    """Return a private folder in the user's cache, created if missing.
 
     Raises:
-        InputError: Somebody else may write to it.
+        InputError: Others may write to it.
     """
     if sys.platform == "win32":
         root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -26,7 +26,7 @@ def cache_folder(name: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise InputError(f"the cache folder {str(folder)!r} cannot be made ({error.strerror})") from error
+        raise InputError(f"the cache folder {str(folder)!r} cannot be created ({error.strerror})") from error
     if hasattr(os, "getuid"):
         found = folder.lstat()
         is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -1,7 +1,7 @@
-"""The finished parts of a long run, on disk: one line each, in order, so that the run can resume.
+"""The finished parts of a long run, on disk, one line each, so that the run can resume.
 
-A line carries a checksum and the key of its part. After a crash, complete lines are kept and the rest is cut off; the
-meaning of a key belongs to the writer. Only one run writes at a time; a second one is refused.
+A line has a checksum and the key of its part, which only the writer interprets. After a crash, complete lines are kept
+and the rest is truncated. Only one run can write at a time; a second one raises.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """The finished parts of one run that ends in the file `out`, kept beside it in `OUT.partial`.
+    """The finished parts of one run that writes the file `out`, stored in `OUT.partial` next to it.
 
     Args:
-        out: The output, which need not exist yet.
+        out: The output, which may not exist yet.
         run: Identity of the run (detector, settings); lines of another run are not used.
         resume: Whether to continue from the existing journal.
-        refuse_others: Whether a journal of another run is an error instead of being started again.
+        refuse_others: Whether to raise for a journal of another run, instead of starting over.
 
     Attributes:
         path: Where the journal is.
-        start: Where its entries begin in the file.
+        start: Position of the first entry in the file.
     """
 
     def __init__(self, out: Path, run: str, *, resume: bool, refuse_others: bool = False) -> None:
@@ -82,7 +82,7 @@ class Journal:
                 try:
                     key, _, content = rest.partition(b" ")
                     entry = Entry(key.decode("ascii"), json.loads(content), end + len(line))
-                except (ValueError, RecursionError):  # a checksum that fits is no proof
+                except (ValueError, RecursionError):  # a matching checksum is no proof
                     return
                 end = entry.end
                 yield entry
@@ -142,7 +142,7 @@ def _checksum(content: bytes) -> bytes:
 
 def _open(path: Path) -> FileIO:
     """Open a file for reading and writing, create it if missing, and lock it."""
-    # A symbolic link is not followed, as it would truncate another file; a pipe is not waited for.
+    # Symbolic links are not followed, as another file would be truncated; pipes are not waited for.
     flags = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK"))
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
@@ -170,7 +170,7 @@ def _open(path: Path) -> FileIO:
 def _lock(descriptor: int, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: no lock
+    except ImportError:  # no locks on Windows
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

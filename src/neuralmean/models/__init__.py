@@ -1,1 +1,1 @@
-"""Models: which layers are watched, how a model is built and run, and whether its weights changed."""
+"""Models: choosing layers, building and running models, detecting changed weights."""

@@ -1,10 +1,11 @@
-"""Memory of the process: how much it holds, and whether freed memory is kept for the next forward pass.
+"""Memory of the process: its size, and keeping freed memory for the next forward pass.
 
-glibc gives large blocks back to the system as soon as they are freed, and the system clears every page when it hands them
-out again. A network frees and allocates such blocks in every layer: on two cores a pass of DenseNet-100 on 64 images spends
-about half of its time on that, one of ResNet-56 on 128 images a seventh. `keep_freed` makes glibc keep them.
+glibc returns large blocks to the system as soon as they are freed, and the system clears every page before it hands
+them out again. A network frees and allocates such blocks in every layer: on two cores a pass of DenseNet-100 on 64
+images spends about half of its time on that, one of ResNet-56 on 128 images a seventh. `keep_freed` makes glibc keep
+them.
 
-It is a setting of the whole process, so only commands make it, never the library.
+This setting affects the whole process, so only commands use it, never the library.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt
 _MOST_KEPT = 2**31 - 1  # bytes at the end of the heap; the largest that mallopt takes
-_LARGE = 2**30  # bytes of a block that still goes back
+_LARGE = 2**30  # bytes of a block that is still returned
 _OWN_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed() -> bool:
     """Keep freed memory for later use, in this process, from now on; return whether that was possible.
 
-    An allocator that the user has set up, with `MALLOC_TRIM_THRESHOLD_`, `LD_PRELOAD` and the like, is left alone.
+    Has no effect if the user has configured the allocator, with `MALLOC_TRIM_THRESHOLD_`, `LD_PRELOAD` and the like.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _OWN_SETTINGS):
         return False
@@ -46,7 +47,7 @@ def peak(process: int | str = "self") -> int | None:
 
 
 def release_freed() -> bool:
-    """Give freed memory back to the system now, also what `keep_freed` keeps; return whether there was any."""
+    """Return freed memory to the system now, including memory kept by `keep_freed`; return whether there was any."""
     if platform.libc_ver()[0] != "glibc":
         return False
     return bool(ctypes.CDLL(None).malloc_trim(0))

@@ -1,4 +1,4 @@
-"""How a model is run: in evaluation mode, on the device of its weights, compiled or not, with errors that say what to do."""
+"""Running a model: evaluation mode, device, compilation, and helpful errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _eval_users: dict[int, int] = {}
 
 
 class Modules(list[nn.Module]):
-    """Every module of a model, and whether the list is still complete. The check before every pass is one line of Python."""
+    """Every module of a model, with a cheap check before each pass that the list is still complete."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__(core.modules())
@@ -36,7 +36,7 @@ class Modules(list[nn.Module]):
         self._known = [dict(children) for children in self._children]
         self._tensors: list[dict[str, Any]] = [own for m in self for own in (m._parameters, m._buffers) if own]
         attributes = [vars(module) for module in self]
-        self._flags = [own for own in attributes if "training" in own]  # a scripted module keeps them elsewhere
+        self._flags = [own for own in attributes if "training" in own]  # a scripted module stores them elsewhere
         self._others = [module for module, own in zip(self, attributes, strict=True) if "training" not in own]
 
     def are_all(self) -> bool:
@@ -92,7 +92,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
         (False, True)
 
     Raises:
-        InputError: The model holds a computed tensor, which torch does not copy, or an object that cannot be copied.
+        InputError: The model holds a computed tensor, which torch cannot copy, or another object that cannot be copied.
     """
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
@@ -110,7 +110,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:
-    """Return where the first parameter or buffer of these modules is."""
+    """Return the device of the first parameter or buffer of these modules."""
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
@@ -119,14 +119,14 @@ def device_of(modules: Iterable[nn.Module]) -> torch.device:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """Return a device that tensors can be moved to.
+    """Return the device, or raise if tensors cannot be moved to it.
 
     Raises:
-        InputError: This machine has no such device.
+        InputError: There is no such device on this machine.
     """
     try:
         found = torch.device(device)
-        torch.zeros(1).to(found).cpu()  # the last step is what the meta device cannot do
+        torch.zeros(1).to(found).cpu()  # the meta device fails at the last step
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [""])[0][:150].rstrip(".")
         raise InputError(
@@ -145,7 +145,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether a module's own `compile` was called. A method in the same place does not count."""
+    """Whether a module's own `compile` was called."""
     call = module._compiled_call_impl
     return call is not None and not isinstance(call, MethodType)
 
@@ -179,7 +179,7 @@ class translate_input_errors:  # noqa: N801 - as `eval_mode`
     Args:
         core: The model.
         batch: The inputs.
-        name: What the caller calls them.
+        name: Name of the inputs in error messages.
 
     Raises:
         ModelInputError: The input has a shape or type that the model cannot take.
@@ -197,7 +197,7 @@ class translate_input_errors:  # noqa: N801 - as `eval_mode`
         if kind is None or not (kind.__name__ in _SIGNS or issubclass(kind, InputError)):
             return
         said, hint = str(error), self._hint()
-        if kind.__name__ == "TorchRuntimeError":  # the compiler describes the whole graph first
+        if kind.__name__ == "TorchRuntimeError":  # the compiler's message begins with the whole graph
             said = said.partition(": got ")[2] or said
         is_about_input = any(sign in said for sign in _SIGNS.get(kind.__name__, ()))
         if not (is_about_input or (hint and issubclass(kind, InputError))):

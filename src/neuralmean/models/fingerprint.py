@@ -82,13 +82,13 @@ def settings_digest(model: nn.Module) -> str:
 class WeightsGuard:
     """Detects when a model has changed.
 
-    A check takes microseconds as long as nothing has changed. It notices tensors that were replaced, moved or written to,
-    modules that were added, removed or replaced, a changed setting (`eps`, `stride` and the like), and a `forward` or a class
-    that was replaced. On the CPU it also compares a few numbers of each tensor, which reveals writes that torch does
+    A check takes microseconds if nothing has changed. It detects tensors that were replaced, moved or written to,
+    modules that were added, removed or replaced, changed settings (`eps`, `stride` and the like), and a replaced
+    `forward` or class. On the CPU it also compares a few numbers of each tensor, which reveals writes that torch does
     not count: fused optimizers, numpy, `.data`.
 
-    It cannot detect: such writes on another device, or to numbers that are not probed; forward hooks; a
-    replaced function that a module calls; settings under names of the user's own.
+    It cannot detect such writes on another device or to numbers that are not probed, forward hooks, replaced functions
+    that a module calls, and settings with names of the user's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -152,7 +152,7 @@ class WeightsGuard:
         self._settings = [get(own) for get, own in self._getters]
         self._codes = _code(self._core)
 
-    # The following runs before every forward pass, hence without a line of Python for each tensor.
+    # The following runs before every forward pass, so it avoids Python code per tensor.
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(_values_of, self._stores)))
 
@@ -196,7 +196,7 @@ def _probe(value: Tensor) -> np.ndarray[Any, Any]:
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, _BatchNorm):
-        return "BatchNorm"  # synchronised or not: the same in evaluation mode
+        return "BatchNorm"  # synchronised or not, it is the same in evaluation mode
     kind = type(module)
     return kind.__name__ if kind.__module__.startswith("torch.nn.") else ""
 
@@ -211,5 +211,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _code(core: nn.Module) -> list[tuple[Any, Any]]:
-    """Return what runs when each module is called: its class, and its own `forward` where it has one."""
+    """Return what runs when each module is called: its class, and its own `forward` if it has one."""
     return [(type(module), vars(module).get("forward")) for module in core.modules()]

@@ -1,4 +1,4 @@
-"""Models of Hugging Face from a folder on this machine: the model, and its tokenizer where it has one.
+"""Models of Hugging Face from a local folder: the model, and its tokenizer if there is one.
 
 Nothing is downloaded, no code of the folder is run and no pickle is read: the classes are those of the installed
 transformers, and the weights are safetensors.
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from neuralmean.data.preprocessing import import_quietly
 from neuralmean.errors import InputError
 
-MAX_TOKENS = 512  # longer texts are cut, unless the model takes fewer still
+MAX_TOKENS = 512  # longer texts are truncated; the model's own limit may be lower
 _MAX_CONFIG = 10_000_000  # bytes
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-_CLASSES = {  # by what the name of the architecture ends in
+_CLASSES = {  # by the ending of the architecture's name
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -30,11 +30,11 @@ _CLASSES = {  # by what the name of the architecture ends in
 
 
 class Tokenizer:
-    """From texts to the keyword inputs of a model: padded to the longest, cut to what the model takes.
+    """Converts texts to the keyword inputs of a model, padded to the longest and truncated to the model's limit.
 
     Args:
         folder: The folder of the model.
-        most: The most tokens that the model takes; None where it does not say.
+        most: Maximum number of tokens of the model; None if unknown.
     """
 
     def __init__(self, folder: Path, most: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Tokenizer:
         return found
 
     def words(self, text: str) -> list[str]:
-        """Return the tokens of a text, as many as the model's input has, to be shown."""
+        """Return the tokens of a text as strings, as many as the model's input has."""
         numbers = self._tokenizer(text, truncation=True, max_length=self.most)["input_ids"]
         return list(self._tokenizer.convert_ids_to_tokens(numbers))
 
@@ -64,7 +64,7 @@ def load_folder(folder: str) -> tuple[nn.Module, Tokenizer | None, bool]:
     """Return the model of a folder, its tokenizer if it takes texts, and whether it has classes.
 
     Raises:
-        InputError: There is no model in the folder that can be read without running code of its own.
+        InputError: The folder has no model that can be read without running its code.
     """
     place = Path(folder)
     config = _config(place)

@@ -1,7 +1,7 @@
-"""Which layers of a model are watched, and how each one is read.
+"""Selects the layers to watch, and says how each is read.
 
-Owns the automatic choice, the matching of names and globs, and the knowledge of where a layer keeps its channels. It
-inspects modules and never runs them.
+Implements the automatic choice, the matching of names and globs, and where each kind of layer has its channels. Modules
+are inspected, never run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
             convolutions or layer norms, whichever there are more of; else linear layers.
 
     Raises:
-        LayerNotFoundError: A name that the model does not have, or a glob that matches nothing.
+        LayerNotFoundError: The model has no layer of a name, or a glob matches nothing.
         InputError: The model has no layer that can be watched, or a named layer cannot be.
     """
     core = unwrap(model)
@@ -114,7 +114,7 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
             f"Expected an initialised model, but {name!r} is lazy. Run the model once on real input first."
         )
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # a scripted part calls its layers without hooks
+        return None  # a scripted module calls its layers without hooks
     if isinstance(module, _BatchNorm):
         return Layer(name, "batchnorm", module.num_features)
     if has_running_mean(module):  # frozen batch norms of other libraries
@@ -128,7 +128,7 @@ def _describe(name: str, module: nn.Module) -> Layer | None:
         return Layer(name, "norm" if is_image else "layernorm", shape[0] if is_image else shape[-1])
     if isinstance(module, nn.GroupNorm):
         return Layer(name, "norm", module.num_channels)
-    # Attention reads the weight of its last layer and never calls it.
+    # Attention uses the weight of its last layer without calling it.
     if isinstance(module, nn.Linear) and type(module) is not NonDynamicallyQuantizableLinear:
         return Layer(name, "linear", module.out_features)
     return None
@@ -143,7 +143,7 @@ def _choose(readable: Sequence[Layer], model_name: str) -> tuple[Layer, ...]:
     if "batchnorm" in by_kind:
         chosen = by_kind["batchnorm"]
     elif convolutions or norms:
-        # A vision transformer's patch embedding is a convolution, hence the count.
+        # Counted, as a vision transformer's patch embedding is a convolution.
         chosen = norms if len(norms) > len(convolutions) else convolutions
     else:
         chosen = by_kind.get("linear", [])

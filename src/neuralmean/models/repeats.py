@@ -1,4 +1,4 @@
-"""Whether a model is the same function in every pass: what no graph of it can show."""
+"""Checks that a model is the same function in every pass, which its graph cannot show."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from neuralmean.data.probes import are_close
 from neuralmean.errors import InputError
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
-_DEEPEST = 4  # containers and objects in each other
+_DEEPEST = 4  # nesting of containers and objects
 
 
 def check_repeats(model: nn.Module, run: Callable[[], Any]) -> None:
-    """Raise unless a model's passes leave nothing behind and are the same whatever is recorded for gradients.
+    """Raise unless a model's passes change no state and do not depend on whether gradients are recorded.
 
     Args:
         model: The model.
-        run: Makes one pass and returns the model's output, always on the same input.
+        run: Runs one pass, always on the same input, and returns the model's output.
 
     Raises:
         InputError: The message is the reason.
     """
     with torch.no_grad():
-        run()  # what the first pass of all sets up is no harm
+        run()  # the first pass may set up caches
         before = list(_states(model))
         leaves = pytree.tree_flatten(run())[0]
         if list(_states(model)) != before:
@@ -40,7 +40,7 @@ def check_repeats(model: nn.Module, run: Callable[[], Any]) -> None:
 
 
 def _states(model: nn.Module) -> Iterator[Any]:
-    """Yield what a pass may change besides the tensors it returns: attributes of modules and of their classes, and globals."""
+    """Yield the state that a pass may change: attributes of modules and their classes, and globals."""
     seen: set[type] = set()
     for name, module in model.named_modules():
         own = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters", "_buffers")}
@@ -57,7 +57,7 @@ def _states(model: nn.Module) -> Iterator[Any]:
 
 
 def _state(value: Any, depth: int) -> Any:
-    """Return something that is equal as long as a value is unchanged."""
+    """Return an object that compares equal as long as a value is unchanged."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, repr(value)
     if isinstance(value, Tensor):

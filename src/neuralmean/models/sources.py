@@ -1,4 +1,4 @@
-"""Kinds of models that packages register: what `KIND:NAME` means apart from timm, torchvision and plain Python.
+"""Kinds of models registered by packages: `KIND:NAME` beyond timm, torchvision and plain Python.
 
 A package registers a `ModelSource` under the entry point group `neuralmean.models`; the benchmark's own models are one.
 Only installed packages can register, so a saved file may name such a model.
@@ -21,9 +21,9 @@ class ModelSource:
     """Builds models by name.
 
     Attributes:
-        builder: Returns a function that builds the named model, given a number of classes or None; raises `InputError` for an
+        builder: Returns a function from a number of classes, or None, to the named model; raises `InputError` for an
             unknown name.
-        size: Height and width of the images of all of its models, if they have a common size.
+        size: Height and width of the input of all its models, if they have the same size.
     """
 
     builder: Callable[[str], Builder]
@@ -32,7 +32,7 @@ class ModelSource:
 
 @lru_cache
 def find_source(kind: str) -> ModelSource | None:
-    """Return the source that an installed package registered as `kind`, or None where there is none."""
+    """Return the source that an installed package registered as `kind`, or None."""
     for entry in entry_points(group=GROUP, name=kind):
         source = entry.load()
         if isinstance(source, ModelSource):

@@ -5,9 +5,9 @@ a folder of a model of Hugging Face. Nothing is ever downloaded and nothing unpi
 or a torch file with tensors only.
 
 A spec from a saved file is not trusted. With `trusted=False` it may name a model of timm,
-torchvision or the benchmark, the folder of a model whose class is that of the installed transformers, or a class derived
-from `nn.Module` in an installed package, and nothing else: neither the standard library, nor this library, nor a function.
-Modules of the working folder are not even imported, unless the user allows it (`local_code=True`).
+torchvision or the benchmark, the folder of a model whose class is that of the installed transformers, or a subclass of
+`nn.Module` in an installed package, and nothing else: no function, and nothing of the standard library or this library.
+Modules of the working folder are not even imported unless the user allows it (`local_code=True`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["ResolvedModel", "is_untrained", "resolve"]
 
 PREFIXES = ("timm", "torchvision", "bench")
 FORMS = "`package.module:callable`, `timm:NAME`, `torchvision:NAME`, `bench:NAME` or `hf:DIR`"
-_FOLDER = "hf"  # a folder of a model of Hugging Face, which has its weights and its tokenizer
+_FOLDER = "hf"  # a folder of a Hugging Face model with weights and tokenizer
 _TRUSTED, _LOCAL, _INSTALLED = "trusted", "local", "installed"
 DEMO = "neuralmean.cli.demo:DigitNet"  # the part of this library that a saved file may name
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -53,8 +53,8 @@ class ResolvedModel:
         spec: The spec that it was built from.
         preprocessing: The preprocessing of its images; None if unknown.
         weights_path: File of its weights; None if they are those of the callable or folder, or random.
-        tokenizer: Makes inputs of texts; None for a model of something else.
-        has_classes: False where the model is known to have none.
+        tokenizer: Converts texts to inputs; None if the model does not take texts.
+        has_classes: False if the model is known to have no classes.
     """
 
     model: nn.Module
@@ -78,15 +78,15 @@ def resolve(
 ) -> ResolvedModel:
     """Build the model that `spec` names, load its weights, and determine its preprocessing.
 
-    Preprocessing comes from the arguments, else from the metadata of a safetensors file (`mean`, `std`, `size`), else from
-    the `preprocessing` attribute of the callable, or from timm's or torchvision's evaluation settings. If the weights
-    have another number of classes than the default of timm, torchvision or the benchmark, the model is built with that
-    number. A model without weights gets random ones, with a fixed seed.
+    Preprocessing comes from the arguments, otherwise from the metadata of a safetensors file (`mean`, `std`, `size`),
+    otherwise from the `preprocessing` attribute of the callable or from timm's or torchvision's evaluation settings.
+    The model of timm, torchvision or the benchmark is built with the number of classes of the weights. A model without
+    weights gets random ones, with a fixed seed.
 
     Args:
         spec: The model; see this module's description.
         weights: A safetensors file, or a torch file with a state dict, bare or under `state_dict`.
-        trusted: False for a spec that comes from a file and not from the user.
+        trusted: Whether the spec comes from the user rather than from a file.
         local_code: Whether such a spec may name a class or a function in a module of the working folder.
         mean: Mean of each channel, on a scale of 0 to 1.
         std: Standard deviation of each channel.
@@ -103,7 +103,7 @@ def resolve(
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
         rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
-        build = _builder(kind, name, spec, rules)  # importing may draw random numbers, but only the first time
+        build = _builder(kind, name, spec, rules)  # the first import may draw random numbers
         loaded = None if path is None else read_weights(path)
         torch.manual_seed(0)
         model = build(None)
@@ -146,7 +146,7 @@ def _from_folder(
 
 
 def is_untrained(resolved: ResolvedModel) -> bool:
-    """Return whether the model certainly has random weights: none were given, or its batch norms have seen no batch."""
+    """Return whether the model certainly has random weights: none were given, or its batch norms have never been updated."""
     if resolved.weights_path is not None:
         return False
     kind, _ = _split(resolved.spec)
@@ -212,9 +212,9 @@ def _torchvision_builder(name: str) -> Builder:
         raise InputError(f"Expected the name of a torchvision model, but got {name!r}.{_did_you_mean(name, known)}")
     options: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        options["weights_backbone"] = None  # otherwise the backbone of a detector is downloaded
+        options["weights_backbone"] = None  # otherwise torchvision downloads the backbone of a detector
     if name in ("inception_v3", "googlenet"):
-        options["init_weights"] = False  # otherwise a warning, and half a minute of random numbers
+        options["init_weights"] = False  # otherwise it warns, and initialises weights for half a minute
 
     def build(classes: int | None) -> nn.Module:
         model: nn.Module = models.get_model(name, **options, **({} if classes is None else {"num_classes": classes}))
@@ -282,7 +282,7 @@ def _import(name: str, spec: str, *, local: bool) -> ModuleType:
 
 
 def _refuse_foreign_module(module: str, name: str, spec: str) -> None:
-    """Refuse, before anything is imported, a module that a file may not name."""
+    """Raise, before anything is imported, for a module that a file may not name."""
     parts = module.split(".")
     if spec == DEMO:
         return
@@ -304,7 +304,7 @@ def _is_installed(module: str) -> bool:
 
 @contextmanager
 def _without_working_folder() -> Generator[None]:
-    """Import nothing from the working folder in this block, where a file may have the name of an installed package."""
+    """Exclude the working folder from imports in this block, as a file there may have the name of an installed package."""
     before = sys.path[:]
     here = Path.cwd().resolve()
     sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != here]
@@ -355,7 +355,7 @@ def _own_preprocessing(kind: str, name: str, model: nn.Module, build: Builder) -
             return Preprocessing.for_torchvision(name)
         return Preprocessing.for_timm(model) if getattr(model, "pretrained_cfg", None) else None
     except (InputError, KeyError, TypeError):
-        return None  # a detection model, or one without published weights: unknown
+        return None  # unknown for detection models and models without published weights
 
 
 def _preprocessing(
@@ -382,7 +382,7 @@ def _preprocessing(
 
 
 def _numbers(metadata: dict[str, str], key: str) -> tuple[float, ...] | None:
-    """Numbers from `0.5,0.5,0.5`, with or without brackets."""
+    """Parse numbers such as `0.5,0.5,0.5`, with or without brackets."""
     if key not in metadata:
         return None
     try:

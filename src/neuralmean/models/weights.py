@@ -26,7 +26,7 @@ _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, and what the file says about them."""
+    """Tensors by name, and the metadata of their file."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -65,7 +65,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         # A handle rather than the path: torch would decide by the extension.
         with path.open("rb") as handle:
             held = torch.load(handle, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own message would suggest running the code in the file
+    except pickle.UnpicklingError as error:  # torch's message would suggest running the code in the file
         raise ArtefactError(
             f"Expected {str(path)!r} to be a safetensors file, or a torch file with nothing but tensors, but it is neither: it "
             "holds more, or something else. Save `model.state_dict()`, best as safetensors."
@@ -90,20 +90,20 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 def load_weights(
     model: nn.Module, tensors: dict[str, Tensor], *, rebuild: Builder | None = None, expected: str
 ) -> nn.Module:
-    """Put all the tensors into the model, or into a new one with as many classes as they have.
+    """Load the tensors into the model, or into a new one with their number of classes.
 
     Args:
         model: The model; its own weights are replaced.
         tensors: Weights by name; prefixes of DataParallel, torch.compile and Lightning are removed.
         rebuild: Builds the model for another number of classes; None uses the given model.
-        expected: How the error begins when they do not fit.
+        expected: Start of the error message if they do not fit.
     """
     tensors = _unwrap(tensors, model)
     classes = None if rebuild is None else _other_classes(model, tensors)
     if rebuild is not None and classes is not None:
         model = rebuild(classes)
     own = {key: value.shape for key, value in model.state_dict().items()}
-    # Counters of batches have no use at test time, and old files lack them.
+    # Counters of batches are unused at test time and missing in old files.
     missing = sorted(key for key in set(own) - set(tensors) if not key.endswith("num_batches_tracked"))
     unknown = sorted(set(tensors) - set(own))
     reshaped = sorted(
@@ -125,7 +125,7 @@ def load_weights(
 
 
 def _unwrap(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The tensors without what a wrapper put before every name, unless the model has such names itself."""
+    """Strip the prefix of a wrapper from all names, unless the model's own names have it."""
     own = set(model.state_dict())
     for prefix in (*_WRAPPERS, *_WRAPPERS, "model."):
         if tensors and all(key.startswith(prefix) for key in tensors) and not own & set(tensors):
@@ -134,7 +134,7 @@ def _unwrap(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 def _other_classes(model: nn.Module, tensors: dict[str, Tensor]) -> int | None:
-    """Number of classes of the weights, where that is all in which they differ from the model."""
+    """Return the number of classes of the weights if they differ from the model in nothing else."""
     own = model.state_dict()
     differing = [
         (own[key].shape, tensors[key].shape) for key in own if key in tensors and own[key].shape != tensors[key].shape

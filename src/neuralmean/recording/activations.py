@@ -1,4 +1,4 @@
-"""A pass that keeps a part of each activation, to trace scores back to places of the input.
+"""A pass that keeps a part of each activation, to trace scores back to positions of the input.
 
 Every other pass releases each activation as soon as its channels are averaged.
 """
@@ -19,11 +19,11 @@ Keep = Callable[[int, Tensor], Tensor]
 
 
 class Activations(NamedTuple):
-    """What one pass recorded, and what was kept of the activations."""
+    """The recording of one pass, and the kept parts of its activations."""
 
     recording: Recording
     kept: list[list[Tensor]]  # by watched layer, in order, one for each call
-    mask: Tensor | None  # (N, T): the tokens that count
+    mask: Tensor | None  # (N, T), the tokens that count
 
 
 class ActivationSink(Sink):

@@ -1,4 +1,4 @@
-"""Finds the layer that gives the logits: the linear layer whose output is the model's output."""
+"""Finds the layer that returns the logits: the linear layer whose output is the model's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     Raises:
         ModelInputError: The model cannot take the batch, which the caller calls `name`.
     """
-    core = unwrap(uncompiled(model))  # a compiler would compile the hooks too
+    core = unwrap(uncompiled(model))  # uncompiled, as a compiler would compile the hooks too
     outputs: dict[str, Tensor] = {}
     thread = threading.get_ident()
 
@@ -36,7 +36,7 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     hooks = [
         Hook(module, keep(layer), False) for layer, module in core.named_modules() if isinstance(module, nn.Linear)
     ]
-    # A model may modify its input, which is needed again.
+    # Copied, as a model may modify its input.
     moved = batch.to(device_of(core.modules())).each(Tensor.clone)
     with translate_input_errors(core, batch, name), eval_mode(Modules(core)), torch.no_grad(), Hooks(hooks):
         result = main_tensor(core(*moved.args, **moved.kwargs))

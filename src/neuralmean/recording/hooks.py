@@ -1,7 +1,7 @@
-"""Forward hooks that come and go with one pass: the only file that registers any.
+"""Forward hooks that exist during one pass. No other file registers hooks.
 
-Hooks are global state of the user's model, so they are registered inside a `with` block and removed when it ends,
-whatever happens in between. Only public torch API is used.
+Hooks change the user's model, so they are registered on entry to a `with` block and always removed on exit. Only public
+torch API is used.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-# torch numbers its hooks without a lock, and two hooks with one number replace each other.
+# torch numbers hooks without a lock, and hooks with the same number replace each other.
 _registration = threading.Lock()
 
 
 class Hook(NamedTuple):
     """A function to call when a layer runs.
 
-    It is called with the module and its positional arguments, then its keyword arguments and, after the layer, its output.
-    Another thread that runs the layer while the hook is being registered may leave the keyword arguments out.
+    It is called with the module, its positional arguments, its keyword arguments and, after the layer, its output. If
+    another thread runs the layer while the hook is being registered, the keyword arguments may be missing.
     """
 
     module: nn.Module
@@ -31,10 +31,10 @@ class Hook(NamedTuple):
 
 
 class Hooks:
-    """Hooks on layers that are removed together.
+    """Hooks on several layers, registered and removed together.
 
     Args:
-        hooks: What to register when the block is entered.
+        hooks: The hooks to register on entry.
     """
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
@@ -42,7 +42,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
-        """Register all hooks, each after those that its layer already has."""
+        """Register all hooks, after existing hooks of their layers."""
         add = self._handles.append
         with _registration:
             for module, function, reads_input in self._hooks:

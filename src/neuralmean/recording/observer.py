@@ -25,7 +25,7 @@ class _Find(Enum):
     HEAD = "find"
 
 
-FIND_HEAD = _Find.HEAD  # instead of a name: the head is found in the first pass
+FIND_HEAD = _Find.HEAD  # as `head`: find the head in the first pass
 HeadChoice = str | Literal[_Find.HEAD] | None
 
 
@@ -81,10 +81,10 @@ class PermuteBlocks:
 
 
 class RotateSome:
-    """Makes images that the model has not memorised: every `every`-th of all that it sees, slightly rotated.
+    """Makes images that the model has not memorised, by slightly rotating every `every`-th image.
 
     Attributes:
-        origin: Which of the images seen so far each rotated one was made of.
+        origin: Index of the original of each rotated image.
     """
 
     def __init__(self, every: int) -> None:
@@ -92,7 +92,7 @@ class RotateSome:
         self.origin: list[int] = []
 
     def __call__(self, batch: Batch, name: str) -> Batch | None:
-        """Return some images of `batch`, rotated; None if none of its images is selected, or its inputs are no images."""
+        """Return some images of `batch`, rotated; None if none is selected, or if the inputs are not images."""
         first, start = self._seen, -self._seen % self._every
         self._seen += len(batch)
         if batch.kwargs or batch.first.dim() != 4 or start >= len(batch):
@@ -163,7 +163,7 @@ class Observer:
     def observe_each(
         self, data: Any, *, name: str, batch_size: int, augment: PermuteBlocks | RotateSome | None = None
     ) -> Iterator[tuple[ChannelStats, ChannelStats | None]]:
-        """Yield the statistics of each batch of `data`, and of the images that `augment` makes of it, if any."""
+        """Yield the statistics of each batch of `data`, and of the images that `augment` makes from it, if any."""
         for batch in self._batches(data, name, batch_size):
             with torch.no_grad():
                 made = (

@@ -1,4 +1,4 @@
-"""State that the passes of a recorder share: the watched modules and what is known of them. Nothing here runs a model."""
+"""State shared by the passes of a recorder: the watched modules and cached facts about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = 64  # number of input shapes whose counts are cached
 
 
 class Plan:
-    """What the passes of one recorder share.
+    """State shared by the passes of one recorder.
 
     Args:
         core: The model.
@@ -28,7 +28,7 @@ class Plan:
 
     def __init__(self, core: nn.Module, layers: Sequence[Layer]) -> None:
         self.core, self.layers = core, tuple(layers)
-        # The dimensions to sum over, by the number of dimensions of the activation.
+        # Dimensions to sum over, indexed by the number of dimensions of the activation.
         self.dims = [_DIMS[layer.channels_last] for layer in self.layers]
         self.reads_input = [layer.reads_input for layer in self.layers]
         self.watched: list[nn.Module] = []  # the modules of the layers, set by `modules`
@@ -49,12 +49,12 @@ class Plan:
             return self.core.get_submodule(name)
         except AttributeError:
             raise LayerNotFoundError(
-                f"Expected {type(self.core).__name__} to have the layer {name!r}, but it has not. "
+                f"Expected {type(self.core).__name__} to have the layer {name!r}, but it does not. "
                 "Make a new Detector for the model."
             ) from None
 
     def count(self, key: tuple[Any, ...], shapes: Sequence[torch.Size], device: torch.device) -> Tensor:
-        """Return how many positions each channel of the first layers has, (D',), given their shapes; cached in `counts`."""
+        """Return the number of positions of each channel of the first layers, (D',), given their shapes; cached in `counts`."""
         n = [math.prod(shape[dim] for dim in dims[len(shape)]) for shape, dims in zip(shapes, self.dims, strict=False)]
         widths = torch.tensor([layer.channels for layer in self.layers[: len(n)]])
         if len(self.counts) >= _MOST:

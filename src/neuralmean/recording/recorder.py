@@ -1,4 +1,4 @@
-"""Runs a model and returns what was recorded.
+"""Runs a model and returns the recorded statistics.
 
 No call changes the model: no hook stays on it and its training flags are restored, also when the forward
 pass raises. Several threads may record on one model.
@@ -46,7 +46,7 @@ class Recorder:
         self.takes_tokens = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in self._core.modules())
         self._plan = Plan(self._core, self.layers)
         self._compiled: tuple[Modules, list[Tensor | None], Callable[..., Any]] | None = (
-            None  # with the tensors it was made of
+            None  # modules and tensors that the compiled copy was made of
         )
         self._lock = threading.Lock()
 
@@ -82,7 +82,7 @@ class Recorder:
             return self._run_compiled(batch, modules) if is_compiled(self.model) else self._run(batch, modules, exits)
 
     def keep_activations(self, batch: Batch, keep: Keep, *, name: str = "x") -> Activations:
-        """Run the model eagerly, compiled or not, and return what was recorded and what `keep` returns for the activations.
+        """Run the model eagerly, even if it is compiled, and return the recording and the results of `keep`.
 
         Args:
             batch: The inputs.

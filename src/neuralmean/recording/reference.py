@@ -30,8 +30,8 @@ class Reference:
     r"""Training mean and standard deviation of each watched channel.
 
     The mean is :math:`\mu[f_c^l(D_{tr})]` and the variance :math:`\sigma^2[f_c^l(D_{tr})]` of the paper (Eq. 4 and the
-    appendix on NVD), over all examples and all positions, as batch norm keeps them. References made from data know
-    their moments and add up: `reference_a + reference_b` is the reference of both data sets together, exactly.
+    appendix on NVD), over all examples and all positions, as batch norm keeps them. References computed from data store
+    their moments and can be added: `reference_a + reference_b` is exactly the reference of both data sets together.
 
     Attributes:
         layers: The layers, in the order of the columns.
@@ -109,8 +109,8 @@ class Reference:
             model: The trained model.
             layers: Dotted names or globs; None chooses as `Detector` does.
             data: Training data: a tensor, an array, a DataLoader, a Dataset or an iterable of batches.
-            batch_size: Rows per batch where `data` comes in one piece.
-            all_ranks: False makes a reference of this rank's own data only.
+            batch_size: Rows per batch if the data is one tensor, array, frame or dataset.
+            all_ranks: Whether to combine the data of all ranks; False uses this rank's data only.
         """
         recorder = Recorder(model, select_layers(model, layers), variance=True)
         if not (all_ranks and _in_distributed_job()):
@@ -197,7 +197,7 @@ def _add_ranks(own: Reference, failure: Exception | None) -> Reference:
     """Return the sum of the references of all ranks, added in the order of the ranks so that all get the same bits."""
     moments = Moments.empty(0) if own.moments is None else own.moments
     within = torch.zeros_like(moments.mean) if own.within is None else own.within
-    # Widths and failures first: exchanging vectors of different lengths would hang.
+    # Exchange widths and failures first, as exchanging vectors of different lengths would hang.
     heads = _gather(torch.tensor([failure is not None, len(moments.mean), moments.count], dtype=torch.float64))
     if failure is not None:
         raise failure

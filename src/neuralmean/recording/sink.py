@@ -2,8 +2,8 @@
 
 Each activation is reduced inside a hook and then released. A hook ignores threads other than the one that registered it.
 
-Plain activations are summed, and all sums are divided once after the pass. Anything else (another type, a mask, a second
-call of a layer, variances) is averaged at once.
+Plain activations are summed, and all sums are divided once after the pass. All others (another type, a mask, a second
+call of a layer, variances) are averaged immediately.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sink:
 
     Args:
         plan: State shared by the passes.
-        batch: The inputs; None while a model is traced, when nothing may depend on a shape or a thread.
+        batch: The inputs; None while a model is traced, when nothing may depend on shapes or threads.
         variance: Whether to record variances too.
         head: Name of the layer that gives the logits, if needed.
         exits: Where the pass may be stopped.
@@ -67,13 +67,13 @@ class Sink:
         self.shapes: list[torch.Size | None] = [None] * len(self.layers)  # shapes of the summed activations
         self.values: list[Tensor | None] = [None] * len(
             self.layers
-        )  # sums of those; means of the others, added over calls
+        )  # sums of plain activations; means of the others, added over calls
         self.variances: dict[int, Tensor] = {}
-        self.calls: dict[int, int] = {}  # number of calls of the others
+        self.calls: dict[int, int] = {}  # number of calls of layers that are averaged
         self.feature: Tensor | None = None
         self.logits: Tensor | None = None
         self._tracker = None if self.exits is None else ExitTracker(self.exits)
-        self._end = 0 if self._tracker is None else self._tracker.end  # exits read only the layers before this one
+        self._end = 0 if self._tracker is None else self._tracker.end  # exits read only layers before this one
 
     def hooks(self) -> list[Hook]:
         """Return the hooks through which this sink reads the watched layers and the head."""

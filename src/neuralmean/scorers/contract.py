@@ -61,6 +61,25 @@ def score_blocks(scorer: Scores, observation: Observation, chosen: Tensor | None
     return torch.cat([score_rows(scorer, block) for block in observation.blocks(chosen)])
 
 
+def score_together(scorer: Scorer, rows: Observation, pooled: Observation) -> float:
+    """Return one score for all rows; higher = more OOD.
+
+    Args:
+        scorer: The scorer; its own `score_batch` is used if it has one.
+        rows: The rows.
+        pooled: The same rows pooled to one.
+    """
+    own = getattr(scorer, "score_batch", None)
+    if own is not None:
+        return float(own(view_of(scorer, rows)))
+    if needs := needs_of(scorer):
+        raise InputError(
+            f"Expected a scorer with `score_batch`, as {type(scorer).__name__} needs the model's "
+            f"{' and '.join(sorted(needs))}."
+        )
+    return score_rows(scorer, pooled).item()
+
+
 def contributions_of(scorer: Scorer, observation: Observation) -> tuple[Tensor, dict[str, Tensor], bool]:
     """Return the contribution of each channel, (N, D), other terms, (N,) each, and whether they add up exactly.
 

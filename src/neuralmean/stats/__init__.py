@@ -1,1 +1,1 @@
-"""Statistics: the mathematics of the paper, free of models."""
+"""Statistics: the mathematics of the paper, independent of models."""

@@ -1,4 +1,4 @@
-r"""Densities of p-values after a change, to bet on.
+r"""Densities of p-values after a change, used as bets.
 
 Beta(a, b) densities are for streams that changed as a whole (b > 1 if few inputs are typical), the mirror image for streams that
 look too typical, and mixtures :math:`1 - \epsilon + \epsilon\,\mathrm{Beta}(a, b)` for streams of which only some inputs

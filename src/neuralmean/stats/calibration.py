@@ -32,8 +32,8 @@ class Calibration:
 
     Without `confidence` the level is the rate :math:`r`, and the rate holds on average over held-out sets. With it, the
     rate holds for *this* held-out set with that probability: the share of fresh inputs above the threshold follows
-    :math:`\mathrm{Beta}(j, n + 1 - j)` (or less, with ties), and j is the largest number for which that is at most r with
-    the probability asked for.
+    :math:`\mathrm{Beta}(j, n + 1 - j)` (or less, with ties), and j is the largest number for which that is at most r
+    with the requested probability.
 
     Attributes:
         scores: Sorted scores of held-out in-distribution inputs, shape (n,).
@@ -219,14 +219,14 @@ def examples_needed(false_alarm_rate: float, confidence: float | None = None) ->
 
 
 def likely_rates(count: int, level: float, *, share: float = 0.95) -> tuple[float, float]:
-    r"""Return the range in which the false-alarm rate of a threshold lies for that share of all draws of scores.
+    r"""Return the range of the false-alarm rate of a threshold over a share of all draws of scores.
 
-    The threshold that leaves j of n + 1 scores above it has a rate that follows :math:`\mathrm{Beta}(j, n + 1 - j)`.
+    The rate of a threshold with j of n + 1 scores above it follows :math:`\mathrm{Beta}(j, n + 1 - j)`.
 
     Args:
-        count: How many scores set the threshold.
-        level: The rate on average.
-        share: Of the draws.
+        count: Number of scores that set the threshold.
+        level: The average rate.
+        share: Share of the draws.
 
     Example:
         >>> [round(rate, 3) for rate in likely_rates(199, 0.05)]
@@ -240,7 +240,7 @@ def likely_rates(count: int, level: float, *, share: float = 0.95) -> tuple[floa
 
 
 def examples_for_twice(rate: float) -> int:
-    """Return how many scores keep the rate of a threshold below twice the one asked for, in 39 of 40 draws.
+    """Return how many scores keep the rate of a threshold below twice the requested rate, in 39 of 40 draws.
 
     Example:
         >>> examples_for_twice(0.05)
@@ -290,16 +290,16 @@ def _largest_rank(count: int, rate: float, confidence: float) -> int:
     log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
     logs = log_factorials[count] - log_factorials[ks] - log_factorials[count - ks]
     below = np.cumsum(np.exp(logs + ks * math.log(rate) + (count - ks) * math.log1p(-rate)))  # P(successes <= k)
-    # The margin is for rounding: `below` adds up to 10,000 numbers.
+    # The margin is for rounding, as `below` sums up to 10,000 numbers.
     return int(np.searchsorted(below, (1 - confidence) * (1 + 1e-12), side="right"))
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return up to ten names, and how many there are besides."""
+    """Return up to ten names and the number of the others."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(repr(name) for name in names[:10]) + more
 
 
 def _exact(rate: float) -> Fraction:
-    """Return the rate as the decimal that was written: 0.05 rather than 0.05000000000000000277."""
+    """Return the rate as the decimal number that was typed: 0.05 rather than 0.05000000000000000277."""
     return Fraction(repr(float(rate)))

@@ -1,4 +1,4 @@
-"""When a stream changed: an interval, from the gains of the bets on its items."""
+"""Estimates when a stream changed, from the gains of the bets on its items."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def positions(n_dims: int, channels_last: bool) -> tuple[int, ...]:
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """Return the tensor that counts in a model's output: itself, `.logits`, or the first one of a tuple or dict."""
+    """Return the main tensor of a model's output: itself, `.logits`, or the first one of a tuple or dict."""
     if isinstance(output, Tensor):
         return output
     if isinstance(getattr(output, "logits", None), Tensor):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LEVELS = (1, 4, 16, 64, 256, 1024)  # one of every so many items is used
+LEVELS = (1, 4, 16, 64, 256, 1024)  # every n-th item is used
 _REST = 0.1  # largest remaining correlation of neighbours at the chosen level
 
 
@@ -20,8 +20,8 @@ def spacing(values: Floats, changed_at: int | None = None) -> int:
 
     Args:
         values: The scores of the latest items, oldest first.
-        changed_at: Where a change may have happened. Ranks are computed separately before and after it, because a change
-            would look like correlation.
+        changed_at: Position of a possible change. Ranks are computed separately before and after it, as a change would
+            look like correlation.
 
     Example:
         >>> walk = np.cumsum(np.random.default_rng(0).normal(size=500))

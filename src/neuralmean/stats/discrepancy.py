@@ -17,7 +17,7 @@ Statistic = Literal["mean", "variance", "both"]
 
 
 class TrainingStatistics(Protocol):
-    """What the training data looks like, channel by channel."""
+    """Channel statistics of the training data."""
 
     @property
     def mean(self) -> Tensor:
@@ -94,8 +94,8 @@ class Vectors:
     """Computes discrepancy vectors from channel statistics.
 
     Attributes:
-        statistic: Which ones.
-        reference: What the training data looks like; None as long as it is unknown.
+        statistic: The statistic.
+        reference: Channel statistics of the training data; None if unknown.
         scale: Moments of the vectors, by which those of `"both"` are standardised; None before `fit`.
     """
 
@@ -120,7 +120,7 @@ class Vectors:
 def scale_of(moments: Moments) -> Tensor:
     """Return the divisors that standardise columns with these moments, (D,).
 
-    They are the deviations, bounded below so that a dead channel, which hardly varies, does not outweigh the others.
+    These are the deviations, with a lower bound so that a dead channel, which hardly varies, does not outweigh the others.
     """
     std = moments.std
     return std.clamp_min(1e-3 * std.mean()).clamp_min(1e-12)

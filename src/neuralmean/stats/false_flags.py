@@ -1,4 +1,4 @@
-"""Bounds on false flags: which inputs to review, and how many flags may be false.
+"""Bounds on false flags: selecting inputs to review, and bounding how many flags are false.
 
 The p-values of a batch share one held-out set, so they are not independent. If held-out and in-distribution scores are
 exchangeable, the joint distribution of their ranks is known nevertheless, and is the same for every score without ties. Ties
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_RUNS = 4000  # simulated for the shape of the bound, and as many again for its height
+_RUNS = 4000  # simulations for the shape of the bound, and as many again for its height
 _ROUNDS = 8
 
 
@@ -36,7 +36,7 @@ def benjamini_hochberg(p_values: Floats, fdr: float) -> NDArray[np.bool_]:
 
 
 def most_false_flags(p_values: Floats, n_held_out: int, level: float, confidence: float) -> int:
-    """Return how many inputs with a p-value of at most `level` are false flags at the most; see `most_false`."""
+    """Return an upper bound on the number of false flags among inputs with a p-value of at most `level`; see `most_false`."""
     ranks = np.rint(p_values * (n_held_out + 1)).astype(np.int64)
     flagged = ranks[p_values <= level]
     return most_false(ranks, n_held_out, int(flagged.max()), confidence) if len(flagged) else 0
@@ -45,14 +45,14 @@ def most_false_flags(p_values: Floats, n_held_out: int, level: float, confidence
 def most_false(ranks: Ints, n_held_out: int, rank: int, confidence: float) -> int:
     r"""Return an upper bound on the number of false flags among inputs with a rank of at most `rank`, with a confidence.
 
-    The bound holds for all ranks at once, so `rank` may be chosen after looking. For m in-distribution inputs among the N,
-    the numbers :math:`V_j` with a rank of at most j are simulated, and :math:`B_j` is a bound on all of them together. As
-    :math:`R_j - B_j` of the :math:`R_j` flags are then true, at most :math:`N - \max_j (R_j - B_j)` inputs are
-    in-distribution, which begins the next round with a smaller m.
+    The bound holds for all ranks at once, so `rank` may be chosen after looking at the data. For m in-distribution
+    inputs among the N, the numbers :math:`V_j` with a rank of at most j are simulated, and :math:`B_j` is a bound on
+    all of them together. As :math:`R_j - B_j` of the :math:`R_j` flags are then true, at most :math:`N - \max_j (R_j -
+    B_j)` inputs are in-distribution, which begins the next round with a smaller m.
 
     Args:
         ranks: :math:`p (n + 1)` of each input: 1 for a score above all held-out ones, shape (N,).
-        n_held_out: How many held-out scores there are.
+        n_held_out: Number of held-out scores.
         rank: Inputs with this rank or a smaller one are flagged.
         confidence: Confidence of the bound.
     """

@@ -19,19 +19,19 @@ from torch import Tensor
 from neuralmean.stats.discrepancy import sum_by_layer
 from neuralmean.stats.moments import Moments
 
-_SAMPLE = 256  # rows that correlations are taken from
-_DEAD = 1e-3  # of the mean deviation of a layer's channels; smaller variation is rounding
+_SAMPLE = 256  # rows from which correlations are computed
+_DEAD = 1e-3  # relative to the mean deviation of a layer's channels; smaller variation is rounding
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutProfile:
-    r"""Moments of the vectors of held-out data, and how much the channels of each layer move together.
+    r"""Moments of the vectors of held-out data, and how correlated the channels of each layer are.
 
     With :math:`\lambda_i` the eigenvalues of the correlations of a layer's live channels over their sum:
 
     Attributes:
         columns: The layer of each column, (D,).
-        moments: Of the columns, (D,).
+        moments: Moments of the columns, (D,).
         squares: :math:`\sum_i \lambda_i^2` of each layer, (L,): the inverse of its effective number of independent channels.
         largest: A tight upper bound of :math:`\max_i \lambda_i`, (L,).
     """
@@ -48,7 +48,7 @@ class HeldOutProfile:
         return cls(columns, moments, ones, ones)
 
     def shifts(self, rows: Moments) -> Tensor:
-        """Return the squared move of each channel's mean in standard deviations, (D,); dead channels do not move.
+        """Return the squared shift of each channel's mean in standard deviations, (D,); dead channels do not move.
 
         Example:
             >>> held_out = Moments.of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
@@ -59,7 +59,7 @@ class HeldOutProfile:
         return torch.where(self._alive, (rows.mean - self.moments.mean) / self.moments.std, 0.0).square()
 
     def layer_shifts(self, parts: Sequence[Moments]) -> Tensor:
-        """Return the mean squared move of the live channels of each layer, (parts, L)."""
+        """Return the mean squared shift of the live channels of each layer, (parts, L)."""
         totals = self._sum(torch.stack([self.shifts(part) for part in parts]))
         return totals / self._sum(self._alive.double()[None]).clamp_min(1)
 
@@ -73,11 +73,11 @@ class HeldOutProfile:
         return sum_by_layer(rows, self.columns, len(self.squares))
 
     def limit(self, log_odds: float) -> Tensor:
-        r"""Return how large the mean square move of each layer may be by chance, in units of that of one channel, (L,).
+        r"""Return a bound on the mean squared shift of each layer by chance, in units of that of one channel, (L,).
 
-        It is larger with a probability of at most :math:`e^{-x}`, for x = `log_odds` and normal means. The move is a sum of
-        chi-squares with weights :math:`\lambda_i` (Laurent and Massart, Ann. Statist. 28, 2000, Lemma 1), and never likelier to
-        be large than a single one:
+        It is exceeded with a probability of at most :math:`e^{-x}`, for x = `log_odds` and normal means. The shift is a
+        sum of chi-squares with weights :math:`\lambda_i` (Laurent and Massart, Ann. Statist. 28, 2000, Lemma 1), and
+        never likelier to be large than a single one:
 
         .. math::
             \min\Big(2x,\ 1 + 2 \sqrt{x \textstyle\sum_i \lambda_i^2} + 2 x \max_i \lambda_i\Big)
@@ -97,7 +97,7 @@ class ProfileBuilder:
     def __init__(self, columns: Tensor, n_layers: int) -> None:
         self._columns, self._n_layers = columns, n_layers
         self._moments = Moments.empty(len(columns))
-        # The rows with the smallest of seeded random keys: a random sample.
+        # The rows with the smallest seeded random keys are a random sample.
         self._random = np.random.default_rng(0)
         self._keys, self._rows = list[Tensor](), list[Tensor]()
         self._n_kept, self._end = 0, math.inf  # rows with larger keys are no longer needed

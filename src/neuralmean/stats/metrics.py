@@ -1,8 +1,8 @@
 r"""How well scores separate in-distribution from out-of-distribution data: AUROC, AUPR, TNR95, FPR95, detection accuracy.
 
-Everywhere `id_scores` and `ood_scores` are scores of which HIGHER = MORE OOD, and every figure is in percent. The
-positive class is in-distribution, as in the paper and in the ODIN and Mahalanobis papers before it: the true-positive
-rate is the share of ID kept, the true-negative rate the share of OOD rejected. Numpy only; no model, no plot.
+For all `id_scores` and `ood_scores`, HIGHER = MORE OOD; every figure is in percent. The positive class is
+in-distribution, as in the paper and in the ODIN and Mahalanobis papers before it: the true-positive rate is the share
+of ID kept, the true-negative rate the share of OOD rejected. Numpy only; no model, no plot.
 
 All figures are computed from the counts of both kinds at each distinct score, from the least to the most
 unusual. Tied scores therefore never depend on the order of the inputs.
@@ -75,7 +75,7 @@ class RocCurve:
 
 
 def evaluate(id_scores: ArrayLike, ood_scores: ArrayLike) -> Metrics:
-    r"""Every figure for one pair of sets.
+    r"""Compute every figure for one pair of sets.
 
     With a threshold :math:`t`, an example is kept as ID when its score is at most :math:`t`:
 
@@ -110,10 +110,10 @@ def bootstrap(
     seed: int = 0,
     aupr: bool = True,
 ) -> dict[str, Interval]:
-    """Percentile bootstrap confidence interval of every figure of `evaluate`, by its name.
+    """Compute the percentile bootstrap confidence interval of every figure of `evaluate`, by name.
 
-    ID and OOD are resampled separately, with their sizes kept. The scores are sorted once; a resample is then only
-    a new set of counts.
+    ID and OOD are resampled separately, at their sizes. The scores are sorted once, so that a resample is only a new
+    set of counts.
 
     Args:
         id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
@@ -143,7 +143,7 @@ def bootstrap(
 
 
 def roc_curve(id_scores: ArrayLike, ood_scores: ArrayLike, *, max_points: int | None = None) -> RocCurve:
-    """The ROC curve, one point for each distinct score.
+    """Compute the ROC curve, with one point per distinct score.
 
     Args:
         id_scores: Scores of in-distribution examples, shape (N,); higher = more OOD.
@@ -158,7 +158,7 @@ def roc_curve(id_scores: ArrayLike, ood_scores: ArrayLike, *, max_points: int | 
     id_kept = np.concatenate([[0], np.cumsum(id_counts)]) / len(inliers)
     ood_kept = np.concatenate([[0], np.cumsum(ood_counts)]) / len(outliers)
     if max_points is not None and len(thresholds) > max_points:
-        # Evenly along the curve's length, not along the scores: a steep start keeps its points.
+        # Evenly along the curve's length rather than the scores, so that a steep start keeps its points.
         along = id_kept + ood_kept
         places = np.searchsorted(along, np.linspace(0.0, along[-1], max_points), side="left").clip(max=len(along) - 1)
         keep = np.unique(np.concatenate([[0], places[1:-1], [len(along) - 1]]))
@@ -181,7 +181,7 @@ def _resample(where: NDArray[np.int64], n_values: int, generator: np.random.Gene
 def _areas_and_rates(id_counts: Counts, ood_counts: Counts) -> dict[str, float]:
     """AUROC, TNR95, FPR95 and accuracy from the counts at each distinct score in rising order.
 
-    Whole numbers until the last division: ties and equal rates are exact.
+    Integers until the last division, so ties and equal rates are exact.
     """
     id_below, ood_below = np.cumsum(id_counts), np.cumsum(ood_counts)
     n_id, n_ood = int(id_below[-1]), int(ood_below[-1])
@@ -200,7 +200,7 @@ def _areas_and_rates(id_counts: Counts, ood_counts: Counts) -> dict[str, float]:
 
 
 def _precisions(id_counts: Counts, ood_counts: Counts) -> dict[str, float]:
-    """AUPR both ways: ID from the least unusual score up, OOD from the most unusual one down."""
+    """AUPR of both classes: ID from the least unusual score up, OOD from the most unusual score down."""
     id_below, ood_below = np.cumsum(id_counts), np.cumsum(ood_counts)
     id_above, ood_above = np.cumsum(id_counts[::-1]), np.cumsum(ood_counts[::-1])
     return {

@@ -36,7 +36,7 @@ class Moments:
 
     @classmethod
     def empty(cls, channels: int) -> Moments:
-        """Moments of no rows at all: the neutral element of `+`."""
+        """Moments of no rows, the neutral element of `+`."""
         return cls(0, torch.zeros(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64))
 
     @classmethod
@@ -52,7 +52,7 @@ class Moments:
 
     @classmethod
     def of_blocks(cls, blocks: Iterable[Tensor], channels: int) -> Moments:
-        """Moments of rows that come in blocks, shapes (n, C)."""
+        """Moments of rows in blocks of shape (n, C)."""
         return sum(map(cls.of, blocks), cls.empty(channels))
 
     def __add__(self, other: Moments) -> Moments:

@@ -1,6 +1,6 @@
 r"""Channel means inside boxes: pure functions of activations and of boxes in pixels.
 
-A cell of a coarse layer stands for a rectangle of pixels. It counts by the share of it that lies in the box, so that a box
+A cell of a coarse layer covers a rectangle of pixels and is weighted by the share of it inside the box, so a box
 smaller than a cell has the mean of the cells that it touches.
 """
 
@@ -30,10 +30,10 @@ def check_corners(boxes: Tensor, *, name: str = "boxes") -> Tensor:
 
 
 def clip_boxes(boxes: Tensor, size: Sequence[int], *, name: str = "boxes") -> Tensor:
-    """Return boxes (M, 4) cut to an image of `size` (H, W) pixels, float64, each side at least a pixel long.
+    """Return boxes (M, 4) clipped to an image of `size` (H, W) pixels, float64, with sides of at least a pixel.
 
     Raises:
-        InputError: A box that lies outside of the image.
+        InputError: A box is outside the image.
 
     Example:
         >>> clip_boxes(torch.tensor([[-5.0, 2.0, 4.0, 90.0]]), (32, 32))
@@ -91,12 +91,12 @@ def _overlaps(start: Tensor, end: Tensor, count: int, length: int) -> Tensor:
 
 
 def random_boxes(side: Tensor, size: Sequence[int], *, generator: torch.Generator) -> Tensor:
-    """Draw a box anywhere in an image for each side wanted, float64 (M, 4); up to twice as wide as high, or as high as wide.
+    """Draw a random box in an image for each side, float64 (M, 4), with aspect ratios from 1 : 2 to 2 : 1.
 
     Args:
         side: Side of the square with the area of each box, in pixels, (M,).
         size: Pixels of the image, (H, W).
-        generator: Where the randomness comes from.
+        generator: Source of randomness.
 
     Example:
         >>> boxes = random_boxes(torch.full((100,), 8.0), (32, 32), generator=torch.Generator().manual_seed(0))
@@ -106,7 +106,7 @@ def random_boxes(side: Tensor, size: Sequence[int], *, generator: torch.Generato
     height, width = float(size[0]), float(size[1])
     drawn = torch.rand(3, len(side), generator=generator, dtype=torch.float64)
     area = side.double().square().clamp_max(height * width)
-    # The proportions that fit into the image, of those between 1 : 2 and 2 : 1.
+    # The aspect ratios between 1 : 2 and 2 : 1 that fit into the image.
     least = (area / height**2).log().clamp_min(-math.log(2.0))
     most = (width**2 / area).log().clamp_max(math.log(2.0))
     ratio = (least.minimum(most) + (most - least).clamp_min(0) * drawn[0]).exp()

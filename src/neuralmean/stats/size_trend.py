@@ -1,7 +1,7 @@
-r"""How usual values and their spread change with the size of what they were taken from: a box in pixels, a text in tokens.
+r"""Trend of means and variances with size: of a box in pixels, or a text in tokens.
 
-A mean over few positions scatters more than one over many. The trend is piecewise linear in the logarithm of the size, so that
-sizes within one range are told apart too.
+A mean over few positions varies more than one over many. The trend is piecewise linear in the logarithm of the size, so
+sizes within one range differ too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from neuralmean.data.table import Blocks
 
-_RATIO = math.sqrt(2.0)  # between the sizes where one stretch ends and the next begins
+_RATIO = math.sqrt(2.0)  # ratio of the limits of a range
 _MOST = 16
 
 
 def size_edges(least: float, most: float, *, ranges: int = _MOST) -> Tensor:
-    """Return the limits of ranges of sizes, float64 (B + 1,), each about 1.4 times the one before, or more of a wide span.
+    """Return the limits of ranges of sizes, float64 (B + 1,), each about 1.4 times the previous one, or more for a wide span.
 
     Example:
         >>> [round(edge, 3) for edge in size_edges(8.0, 32.0).tolist()]
@@ -32,18 +32,18 @@ def size_edges(least: float, most: float, *, ranges: int = _MOST) -> Tensor:
 
 
 def range_of(sizes: Tensor, edges: Tensor) -> Tensor:
-    """Return the index of the range of each size, (n,); sizes beyond the first and last limit belong to the ends."""
+    """Return the index of the range of each size, (n,); sizes beyond the limits belong to the first and last range."""
     return torch.bucketize(sizes.double(), edges[1:-1].contiguous(), right=True)
 
 
 @dataclass(frozen=True, eq=False)
 class SizeTrend:
-    """The usual value of each column, and its spread, by size.
+    """Mean and variance of each column by size.
 
     Attributes:
         edges: Limits of the ranges of sizes, float64 (B + 1,).
         mean: In the middle of each range, float64 (B, D).
-        log_variance: The same of the logarithm of the variance.
+        log_variance: Logarithm of the variance in the middle of each range, float64 (B, D).
     """
 
     edges: Tensor
@@ -68,26 +68,26 @@ class SizeTrend:
             residual = (rows[part].double() - bases[part] @ mean).square()
             squares.index_add_(0, ranges[part], residual)
         overall = squares.sum(dim=0) / max(1, len(rows))
-        # A few rows say little of a spread: a range with less than some ten borrows from all.
+        # The variance of a range with fewer than about ten rows is shrunk towards that of all rows.
         variance = (squares + 4 * overall) / (counts + 4).unsqueeze(1)
         floor = (1e-6 * overall.mean()).clamp_min(1e-24)
         return cls(edges, mean, variance.clamp_min(floor).log())
 
     def standardised(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return rows (n, D) as distances from what is usual at their sizes, (n,), in units of the spread there."""
+        """Standardise rows (n, D) by the mean and deviation at their sizes, (n,)."""
         base = _hats(sizes, self.edges)
         return ((rows.double() - base @ self.mean) * torch.exp(base @ self.log_variance / -2)).to(rows.dtype)
 
 
 def _hats(sizes: Tensor, edges: Tensor) -> Tensor:
-    """Return the weight of each range in the trend at each size, float64 (n, B), rows adding up to 1."""
+    """Return the weight of each range in the trend at each size, float64 (n, B); rows sum to 1."""
     count = len(edges) - 1
     weights = torch.zeros(len(sizes), count, dtype=torch.float64)
     if count == 1:
         return weights + 1
     logs = edges.double().log()
     middles = (logs[1:] + logs[:-1]) / 2
-    # Half a range beyond the first and the last middle the trend goes on, and stops there.
+    # The trend is extrapolated by half a range at both ends, and constant beyond.
     places = ((sizes.double().clamp_min(1e-9).log() - middles[0]) / (middles[1] - middles[0])).clamp(-0.5, count - 0.5)
     below = places.floor().clamp(0, count - 2).long()
     share = places - below

@@ -188,7 +188,7 @@ def test_a_graph_that_is_wrong_or_slow_is_not_used(home, eager, monkeypatch):
     monkeypatch.setattr(
         frozen, "compile_programs", lambda *args: [lambda x, g=g: [t * 1.01 for t in g(x)] for g in make(*args)]
     )
-    with pytest.raises(InputError, match="the graph does not give the model's numbers"):
+    with pytest.raises(InputError, match="the graph does not reproduce the model's numbers"):
         eager.freeze(images(1))
     assert not eager.is_frozen
 
@@ -202,7 +202,7 @@ def test_early_exit_is_never_frozen():
 def test_without_a_compiler_what_to_install_is_named(eager, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(InputError, match=r"needs a C\+\+ compiler, and there is none: install g\+\+"):
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler, but none was found: install g\+\+"):
         eager.freeze(images(1))
 
 

@@ -1,6 +1,6 @@
-"""Every method that is measured, by name; all share one interface.
+"""All methods of the benchmark, by name; they share one interface.
 
-A method is one file with one subclass of `Method`; `_makers` below lists them all, in the order of tables.
+A method is one file with one subclass of `Method`; `_makers` lists them in the order of tables.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def make(name: str) -> Method:
     """Return a new method.
 
     Args:
-        name: One of `names()`, or `package.module:Class` for a class of the user's own: a subclass of `Method`, or a scorer
-            with `fit` and `score`, as `Detector(scorer=...)` takes it.
+        name: One of `names()`, or `package.module:Class` for a class of yours: a subclass of `Method`, or a scorer with
+            `fit` and `score`, as for `Detector(scorer=...)`.
 
     Raises:
-        InputError: No such method.
+        InputError: There is no such method.
 
     Example:
         >>> make("msp").title
@@ -103,13 +103,12 @@ def make(name: str) -> Method:
 
 
 def resolve(wanted: list[str] | None, offered: list[str] | tuple[str, ...]) -> list[str]:
-    """Return which of the methods that an experiment offers are to run.
+    """Return which of an experiment's methods to run.
 
     Args:
-        wanted: Names, or None for all. `"quick"` means all whose fit takes seconds, without fine-tuning. A method of the
-            user's own, `package.module:Class`, is added to what any experiment offers.
-        offered: What the experiment can use, in the order of its table; names of methods that are not there yet are
-            left out.
+        wanted: Names, or None for all. `"quick"` means all whose fit takes seconds, without fine-tuning. A method of
+            yours, `package.module:Class`, can be added to any experiment.
+        offered: The methods that the experiment compares, in the order of its table; unknown names are skipped.
     """
     there = [name for name in offered if name in _makers()]
     if wanted is None:
@@ -123,11 +122,11 @@ def resolve(wanted: list[str] | None, offered: list[str] | tuple[str, ...]) -> l
 
 
 def _own(spec: str) -> Method:
-    """Return a new method of the class that `package.module:Class` names."""
+    """Return a new instance of the class that `package.module:Class` names."""
     module_name, _, name = spec.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # like `python -m`: modules in the working folder can be named
+        sys.path.insert(0, folder)  # like `python -m`, so that modules in the working folder are found
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""ACET: a copy learns to be unsure in whole neighbourhoods of noise (Hein et al., CVPR 2019, Sec. 4)."""
+"""ACET: a copy learns low confidence in whole neighbourhoods of noise (Hein et al., CVPR 2019, Sec. 4)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Acet(FineTuned):
     )
 
     def loss(self, tuner: Tuner, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Loss of one batch of images in [0, 1], and as many of noise."""
+        """Loss of one batch of images in [0, 1] and as many noise images."""
         noise = make_noise(images, generator)
         worst = attack(lambda batch: tuner.model(tuner.normalise(batch)), noise, tuner.model)
         logits = tuner.model(tuner.normalise(torch.cat([images, worst])))
@@ -55,14 +55,14 @@ def acet_loss(inliers: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
 def attack(
     logits_of: Logits, start: Tensor, model: nn.Module, *, radius: float = RADIUS, steps: int = ATTACK_STEPS
 ) -> Tensor:
-    """Return images within `radius` of `start` about which the model is surest: projected gradient ascent.
+    """Return images within `radius` of `start` that maximise the model's confidence, by projected gradient ascent.
 
     Args:
         logits_of: Maps images in [0, 1] to logits.
         start: Images in [0, 1], shape (N, 3, H, W).
-        model: Kept in eval mode meanwhile, so that no running statistics are learnt from the search.
+        model: Kept in eval mode during the search, so that running statistics do not change.
         radius: Largest change of a value.
-        steps: Number of steps, each of 2.5 / `steps` of the radius.
+        steps: Number of steps of size 2.5 `radius` / `steps`.
     """
     training, current = model.training, start.clone()
     model.eval()
@@ -78,7 +78,7 @@ def attack(
 
 
 def make_noise(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Blurred noise of full contrast, shape of `images`: half of it uniform, half made of the images' own pixels."""
+    """Blurred noise of full contrast in the shape of `images`: half uniform, half permuted pixels of the images."""
     half = len(images) // 2
     uniform = torch.rand(images[:half].shape, generator=generator).to(images.device)
     order = torch.rand(len(images) - half, images[0, 0].numel(), generator=generator).argsort(dim=1).to(images.device)
@@ -96,7 +96,7 @@ def _confidence(logits: Tensor) -> Tensor:
 
 
 def _blur(images: Tensor, width: float) -> Tensor:
-    """Gaussian filter of standard deviation `width`, edges mirrored."""
+    """Gaussian filter of standard deviation `width`, with reflected edges."""
     reach = min(int(3 * width), images.shape[-1] - 1, images.shape[-2] - 1)
     offsets = torch.arange(-reach, reach + 1, device=images.device, dtype=images.dtype)
     line = torch.exp(-(offsets**2) / (2 * width**2))

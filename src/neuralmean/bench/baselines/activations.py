@@ -1,7 +1,7 @@
-"""The activations of a model's stages, with their gradients: for methods that need more than means.
+"""The activations of a model's stages, with gradients, for methods that need more than means.
 
-The library's recorder reduces activations inside its hooks and lets gradients go; here they are kept, for the benchmark
-only. A hook lives inside a context manager, and the model leaves it as it came.
+The library's recorder reduces activations inside its hooks and drops gradients; here both are kept, for the benchmark
+only. Hooks live inside a context manager, which removes them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from neuralmean.errors import InputError, LayerNotFiredError
 from neuralmean.models.layers import unwrap
 
-Place = tuple[str, int]  # a module's dotted name, and which of its calls within a pass
-OUTPUT: Place = ("", 0)  # what the model returns
-AT_LEAST = 4  # stages of a model whose activations keep one resolution throughout
+Place = tuple[str, int]  # a module's dotted name, and the index of its call within a pass
+OUTPUT: Place = ("", 0)  # the model's own output
+AT_LEAST = 4  # stages of a model whose activations all have one resolution
 
 
 class Stop(Exception):  # noqa: N818  # not an error: ends a pass of which the rest is not needed
@@ -29,12 +29,12 @@ class Stop(Exception):  # noqa: N818  # not an error: ends a pass of which the r
 def capturing(
     model: nn.Module, places: Sequence[Place], *, stop: bool = False
 ) -> Generator[Callable[[Tensor], list[Tensor]]]:
-    """Give a function that runs the model on a batch and returns the activations at `places`, in their order.
+    """Yield a function that runs the model on a batch and returns the activations at `places`, in order.
 
     Args:
-        model: The model; gradients are recorded or not as the caller has set them.
-        places: Where to look, as `stages` gives them.
-        stop: Whether a pass ends as soon as every activation has been captured.
+        model: The model; gradients are recorded if the caller has enabled them.
+        places: The places, as returned by `stages`.
+        stop: Whether to stop a pass once every activation has been captured.
     """
     wanted = {place: number for number, place in enumerate(places)}
     core = unwrap(model)
@@ -75,12 +75,12 @@ def capturing(
 
 
 def stages(model: nn.Module, example: Tensor) -> list[Place]:
-    """Return where a model's stages end: its first layer, and the last output at each resolution.
+    """Return the places where a model's stages end: its first layer, and the last output at each resolution.
 
-    These are nearly the places of Lee et al. 2018, the stem and the end of each group of blocks. Their code takes a
-    ResNet's stem after its batch norm and ReLU, here it is the convolution's output; and a DenseNet's blocks after the
-    transitions that follow them, here it is before. A model that keeps one resolution throughout (a transformer) gives
-    four of its layers, evenly spaced.
+    These are nearly the places of Lee et al. 2018, the stem and the end of each group of blocks. Their code reads a
+    ResNet's stem after batch norm and ReLU, where this reads the convolution's output, and a DenseNet's blocks after
+    the transition, where this reads before it. A model with a single resolution (a transformer) gives four evenly
+    spaced layers.
 
     Args:
         model: The model.
@@ -90,7 +90,7 @@ def stages(model: nn.Module, example: Tensor) -> list[Place]:
     if not outputs:
         raise InputError(
             f"Expected {type(unwrap(model)).__name__} to have layers with positions (images or tokens), but none of its "
-            "outermost layers has. Use a method that works from logits or features."
+            "outermost layers has any. Use a method that needs only logits or features."
         )
     ends = [
         number
@@ -122,7 +122,7 @@ def pooled(activation: Tensor) -> Tensor:
 
 
 def _outputs(model: nn.Module, example: Tensor) -> list[tuple[Place, tuple[int, ...]]]:
-    """Places of the outermost layers, containers opened, in the order of the pass, and the shapes there."""
+    """Places and output shapes of the outermost layers, containers expanded, in the order of the pass."""
     return _shapes(model, _outermost(unwrap(model), ""), example)
 
 

@@ -1,7 +1,7 @@
-"""Detectors of pytorch-ood as methods: the shared code, so that a method's file holds only its own choices.
+"""Shared code of the methods that wrap a detector of pytorch-ood.
 
 pytorch-ood is optional (extra `bench`) and imported on first use. Its detectors get copies of cached tensors and never
-the model, so that none of them can change either; scores keep their sign, which is ours: higher = more OOD.
+the model, so that they can change neither. Scores keep their sign: higher = more OOD.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from neuralmean.bench.baselines.perturbation import hold_out
 from neuralmean.errors import MissingExtraError, NotFittedError
 from neuralmean.stats.metrics import evaluate
 
-TUNED_ON = 1000  # images of each kind, at most
+TUNED_ON = 1000  # most images of each kind
 
 
 def detector_class(name: str) -> Any:
@@ -30,7 +30,7 @@ def detector_class(name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torchvision, about image codecs that are not used here
+            warnings.simplefilter("ignore")  # torchvision warns about image codecs that are not used here
             detectors = importlib.import_module("pytorch_ood.detector")
     except ImportError:
         raise MissingExtraError(
@@ -54,7 +54,7 @@ class FeatureDetector(Method):
     def fit(self, context: Context) -> None:
         """Fit the detector on the features of the inliers."""
         feature = context.inliers.feature.clone()
-        # pytorch-ood tells inliers from outliers by the sign of the label; these detectors use no other label.
+        # pytorch-ood marks outliers by negative labels; these detectors use labels for nothing else.
         self._detector = self.make(context).fit_features(feature, torch.zeros(len(feature), dtype=torch.int64))
 
     def score(self, examples: View) -> Tensor:
@@ -69,19 +69,19 @@ class FeatureDetector(Method):
 
 
 class ShapedFeature(Method):
-    """Base of methods that shape the penultimate feature, then take the energy of the head's logits.
+    """Base of methods that shape the penultimate feature and score the energy of the resulting logits.
 
-    All have one parameter, a share of activations, which their authors choose by validation. So does this: it is the one
-    of the largest AUROC on at most 1,000 images of each kind, drawn from what the protocol gives; in the zero-shot
-    protocol the outliers are crafted from ID images.
+    All have one parameter, a share of activations. As their authors do, it is chosen by validation: by AUROC on at most
+    1,000 images of each kind, drawn from the data of the protocol; in the zero-shot protocol, outliers are crafted from
+    ID images.
 
     Attributes:
-        detector: Name of pytorch-ood's class, which takes a feature for a feature map of one pixel.
-        percentiles: What the parameter is chosen from.
-        usual: The parameter where there are no outliers to choose by.
-        prunes: Whether the parameter is a share of each feature to leave out, so that some of it must remain; else it is
-            a percentile of the activations of all inliers.
-        percentile: What was chosen.
+        detector: Name of pytorch-ood's class, which is given each feature as a feature map of one pixel.
+        percentiles: The candidate values of the parameter.
+        usual: The parameter if there are no outliers to validate with.
+        prunes: Whether the parameter is a share of each feature to drop, of which some must remain; otherwise it is a
+            percentile of the activations of all inliers.
+        percentile: The chosen value.
     """
 
     detector: str
@@ -122,7 +122,7 @@ class ShapedFeature(Method):
         return scores
 
     def _make(self, head: LinearHead, percentile: float, inliers: Tensor | None) -> Any:
-        """Return the detector with a parameter; where it has a threshold, it is taken from the inliers."""
+        """Return the detector with a given parameter; its threshold, if it has one, comes from the inliers."""
         share = at_most(percentile, head.weight.shape[1]) if self.prunes else percentile
         detector = detector_class(self.detector)(None, lambda maps: head(maps.flatten(1)), percentile=share)
         if inliers is not None:
@@ -131,7 +131,7 @@ class ShapedFeature(Method):
 
 
 def at_most(share: float, width: int) -> float:
-    """Return the share of activations to drop, such that at least one of a small feature is kept.
+    """Return the share of activations to drop, limited so that at least one is kept.
 
     Example:
         >>> at_most(0.95, 64), at_most(0.95, 4)
@@ -141,7 +141,7 @@ def at_most(share: float, width: int) -> float:
 
 
 def _as_maps(feature: Tensor) -> Tensor:
-    """Return a copy of shape (N, F, 1, 1) in float64; a feature without any activation gets a tiny one, to divide by."""
+    """Return a copy (N, F, 1, 1) in float64, with a tiny activation in all-zero features to avoid dividing by 0."""
     maps = feature.double().clone()
     maps[(maps == 0).all(dim=1)] = 1e-12
     return maps[:, :, None, None]

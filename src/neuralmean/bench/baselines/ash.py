@@ -6,13 +6,13 @@ from neuralmean.bench.baselines.adapter import ShapedFeature
 
 
 class Ash(ShapedFeature):
-    r"""Keeps the largest activations of the feature, makes them larger the less of the sum they hold, takes the energy.
+    r"""Keeps the largest activations, scales them by the share of the sum that was dropped, and takes the energy.
 
     .. math::
         s(x) = -\log \sum_k \exp f_k\left(h_{top}(x) \exp \frac{\sum_i h_i(x)}{\sum_{i \in top} h_i(x)}\right)
 
-    The share of activations that are dropped is chosen among OpenOOD's seven; without OOD images it is 90 %, the paper's
-    choice on ImageNet.
+    The share of dropped activations is one of OpenOOD's seven values; without OOD images it is 90 %, the paper's choice
+    on ImageNet.
     """
 
     name = "ash"

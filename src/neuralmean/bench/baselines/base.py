@@ -1,8 +1,8 @@
-"""The interface of methods: they learn from the data of a protocol, then score sets of images, higher = more OOD.
+"""The interface of methods, which learn from the data of a protocol and then score sets of images; higher = more OOD.
 
-A method says what it reads of a set; it sees sets through `View`s that refuse everything else, so that what a method
-needs is true by construction. Channel means, logits and features come from one cached forward pass per image; a method
-that needs gradients or other passes gets the model and the pixels. Methods neither measure nor cache.
+A method declares what it reads. It gets sets as `View`s, which raise on anything else, so the declaration cannot be
+wrong. Channel means, logits and features come from one cached forward pass per image; a method that needs gradients or
+other passes gets the model and the pixels. Methods neither measure nor cache.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Read = Literal["means", "variances", "logits", "feature", "labels", "images"]
 
 
 class Reader(Protocol):
-    """Where a view gets the features of an image set from: the cache, or a forward pass now."""
+    """Source of a view's features: the cache, or a forward pass."""
 
     def __call__(self, images: ImageSet, *, variance: bool) -> Features:
         """Return the features of all of `images`."""
 
 
 class View:
-    """A method's view of a set of images, limited to what it declares in `reads`.
+    """A method's view of a set of images, limited to what the method declares in `reads`.
 
     Args:
         trained: The model.
         images: The set that the images belong to.
         rows: The images in use; None for all.
-        reads: What the method said it reads.
-        reader: Where features come from.
+        reads: What the method declares to read.
+        reader: The source of the features.
         meter: Counts the forward passes.
     """
 
@@ -112,7 +112,7 @@ class View:
         """Return a view of some of the images, in the given order; reading it costs no more than these images."""
         chosen = rows if self._rows is None else self._rows[rows]
         part = View(self._trained, self._images, chosen, reads=self._reads, reader=self._reader, meter=self._meter)
-        part._features = self._features  # passes that were counted are not counted again
+        part._features = self._features  # so that passes are counted once
         return part
 
     def batches(self, size: int = BATCH) -> Iterator[Tensor]:
@@ -135,14 +135,14 @@ class View:
     def _check(self, what: Read) -> None:
         if what not in self._reads:
             raise InputError(
-                f"Expected a method to use only what it says it reads ({sorted(self._reads)}), but it reads {what!r}. "
+                f"Expected a method to read only what it declares ({sorted(self._reads)}), but it reads {what!r}. "
                 f"Add {what!r} to its `reads`."
             )
 
     def _there(self, values: Tensor | None, what: str) -> Tensor:
         if values is None:
             raise InputError(
-                f"Expected {self._trained.name!r} to have a class head, but it has none: there are no {what}. "
+                f"Expected {self._trained.name!r} to have a class head, but it has none, and so no {what}. "
                 "Use a method that needs none."
             )
         return values
@@ -155,10 +155,10 @@ class Context:
     Attributes:
         trained: The model with its preprocessing; a method that changes weights works on a copy.
         inliers: In-distribution images.
-        outliers: OOD images as the protocol gives them: real ones, or crafted ones in the zero-shot protocol; None for
-            a method that does not use any.
+        outliers: OOD images of the protocol: real ones, or crafted ones in the zero-shot protocol; None for a method
+            that uses none.
         seed: Seed of all randomness.
-        scratch: A folder of the method's own, for checkpoints of long fits; None where there is no cache.
+        scratch: A folder for the method's checkpoints during long fits; None without a cache.
     """
 
     trained: TrainedModel
@@ -174,24 +174,24 @@ class Context:
 
 
 class Method:
-    """Base of every method. A subclass sets the attributes and implements `fit`, where there is one, and `score`.
+    """Base of all methods. A subclass sets the attributes and implements `score` and, if it learns, `fit`.
 
     Attributes:
-        name: What it is called in rows and on the command line.
-        title: What it is called in tables.
-        paper: Where it comes from.
-        reads: What it reads of a set.
+        name: Name in rows and on the command line.
+        title: Name in tables.
+        paper: The publication.
+        reads: What the method reads.
         uses_inliers: Whether `fit` learns from in-distribution images.
         uses_outliers: Whether `fit` learns from, or tunes on, OOD images.
-        most_inliers: How many in-distribution images `fit` uses at most; None for all that the protocol gives.
-        most_outliers: How many OOD images `fit` uses at most; None for all that the protocol gives.
-        few_shot_inliers: How many in-distribution images it gets in the few-shot protocol; None for as many as OOD ones.
+        most_inliers: Maximum number of in-distribution images that `fit` uses; None for all.
+        most_outliers: Maximum number of OOD images that `fit` uses; None for all.
+        few_shot_inliers: Number of in-distribution images in the few-shot protocol; None for as many as OOD images.
         uses_gradients: Whether scoring takes gradients.
         fine_tunes: Whether `fit` trains a copy of the model.
         heavy: Whether a fit takes minutes rather than seconds.
-        n_terms: Where the terms of a score are studied, how many: `score` then returns them, (N, n_terms); else 0.
-        version: Raise it when scores or what they cost change, so that kept ones are not used.
-        defined_by: A class of the user's own that the method runs; None where it is the method itself.
+        n_terms: If not 0, `score` returns this many terms per image, (N, n_terms), instead of their sum.
+        version: Increase it when scores or their cost change, so that cached ones are not used.
+        defined_by: The user's class that the method runs; None if the method is that class itself.
     """
 
     name: str
@@ -211,22 +211,22 @@ class Method:
     defined_by: type | None = None
 
     def fit(self, context: Context) -> None:
-        """Learn from the data of the protocol; by default, nothing."""
+        """Learn from the data of the protocol; does nothing by default."""
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
         raise NotImplementedError
 
     def suits(self, trained: TrainedModel) -> bool:
-        """Whether the method can work with the model; most need no more than what they read."""
+        """Whether the method supports the model; by default, if the model has what the method reads."""
         return trained.num_classes > 0 or not {"logits", "feature"} & self.reads
 
     def learns_from_inliers(self, trained: TrainedModel) -> bool:
-        """Whether `fit` uses in-distribution images, given the model."""
+        """Whether `fit` uses in-distribution images for this model."""
         return self.uses_inliers
 
     def n_used(self, trained: TrainedModel, inliers: int, outliers: int) -> tuple[int, int]:
-        """How many of the in-distribution and of the OOD images that a protocol gives `fit` uses."""
+        """Return how many of a protocol's in-distribution and OOD images `fit` uses."""
         n_id = inliers if self.most_inliers is None else min(inliers, self.most_inliers)
         n_ood = outliers if self.most_outliers is None else min(outliers, self.most_outliers)
         return n_id if self.learns_from_inliers(trained) else 0, n_ood if self.uses_outliers else 0

@@ -1,10 +1,10 @@
 r"""The convolutional neural tangent kernel of ConvNet-4 (Arora et al., NeurIPS 2019, Sec. 4), exactly, without training.
 
 For a network that ends in an average over positions, the kernel of two images needs the covariance of every position of
-one with every position of the other: 29² x 29² numbers for the first layer of ConvNet-4. But strides let most of them
-go unused. The last map has 2 x 2 positions, so pairs of positions there differ by one of nine offsets, and a layer's
-patches move both positions alike: every layer before needs nine offsets too, each a map that is averaged over patches
-like an image. That is exact and a hundred times less work, so that no jax is needed.
+one with every position of the other: 29² x 29² numbers for the first layer of ConvNet-4. Because of the strides, most
+of them are unused. The last map has 2 x 2 positions, so pairs of positions differ by one of nine offsets, and as a
+layer's patches move both positions alike, every earlier layer needs the same nine offsets, each a map that is averaged
+over patches like an image. This is exact, a hundred times less work, and needs no jax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import InputError, NotFittedError
 
 LAYERS = ((4, 1), (4, 2), (4, 2), (3, 2))  # (kernel, stride) of ConvNet-4's convolutions
-INLIERS = 100  # images that kernels are evaluated at; the paper does not say how many
+INLIERS = 100  # ID images in the sum; the paper does not say how many
 PAIRS = 2000  # pairs of images at a time
 
 Dual = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -34,12 +34,12 @@ class Cntk(Method):
     .. math::
         s(x) = -\sum_i \kappa(x, x_i)
 
-    The kernel is that of ConvNet-4 with ReLU and infinitely many channels; batch norms have no part in it. It depends
-    on the architecture only: the weights are not used.
+    The kernel is that of ConvNet-4 with ReLU and infinitely many channels; batch norms are left out. It depends on the
+    architecture only, not on the weights.
 
     Args:
-        inliers: How many images the kernel is evaluated at.
-        normalised: Whether kernel values are divided by those of the images with themselves, which takes out their contrast.
+        inliers: Number of in-distribution images in the sum.
+        normalised: Whether kernel values are divided by those of each image with itself, which removes contrast.
     """
 
     name = "cntk"
@@ -80,7 +80,7 @@ class Cntk(Method):
         return torch.cat([self.kernel(one, one).double()[0].sqrt() for one in torch.split(batch, 1)])
 
     def suits(self, trained: TrainedModel) -> bool:
-        """Any model: none is used."""
+        """Whether the method supports the model: always, as it does not use it."""
         return True
 
     def kernel(self, left: Tensor, right: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def tangent_kernel(left: Tensor, right: Tensor, dual: Dual, layers: Sequence[tup
         \Theta^{h} = \Sigma^{h} + \mathrm{mean}_d\, (\Theta \odot \dot K)^{h-1}_{sp+d,\, sq+d}, \quad
         \kappa = \mathrm{mean}_{p,q} (K + \Theta \odot \dot K)^{H}_{p,q}
 
-    with :math:`K` and :math:`\dot K` what the activation makes of :math:`\Sigma`, and the mean over channels of the
-    products of two images as the first :math:`K`.
+    where :math:`K` and :math:`\dot K` are the covariances after the activation and its derivative, and the first
+    :math:`K` is the mean over channels of the products of two images.
 
     Args:
         left: Images, shape (N, C, H, W).
@@ -135,7 +135,7 @@ def _one_offset(
     layers: Sequence[tuple[int, int]],
     offset: tuple[int, int],
 ) -> Tensor:
-    """Sum of the kernel over those pairs of final positions that lie `offset` apart, shape (N, M)."""
+    """Sum of the kernel over the pairs of final positions that are `offset` apart, shape (N, M)."""
     stride = 1
     for _, one in layers:
         stride *= one
@@ -173,7 +173,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _patch_means(maps: Tensor, kernel: int, step: int) -> Tensor:
-    """What `avg_pool2d` does on (…, H, W), several times as fast on a CPU: rows first, then columns."""
+    """As `avg_pool2d` on (…, H, W), but rows first, then columns: several times as fast on a CPU."""
     for dimension in (-1, -2):
         count = (maps.shape[dimension] - kernel) // step + 1
         reach = (count - 1) * step + 1
@@ -188,7 +188,7 @@ def _patch_means(maps: Tensor, kernel: int, step: int) -> Tensor:
 
 
 def _cut(maps: Tensor, shift: tuple[int, int]) -> Tensor:
-    """The part of (…, H, W) whose positions, moved by `shift`, are still inside."""
+    """The part of (…, H, W) whose positions stay inside when moved by `shift`."""
     down, across = shift
     height, width = maps.shape[-2:]
     return maps[..., max(0, -down) : height - max(0, down), max(0, -across) : width - max(0, across)]

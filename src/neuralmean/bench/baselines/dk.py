@@ -10,22 +10,22 @@ from torch import Tensor
 from neuralmean.bench.baselines.base import Context, Method, View
 from neuralmean.errors import NotFittedError
 
-INLIERS = 5000  # summed over at most
+INLIERS = 5000  # most inliers in the sum
 _CHUNK = 1000
 
 
 class DeepKernel(Method):
-    r"""Scores an image by minus the sum of kernel values to the inliers, as all methods of that table do (Sec. 5.1).
+    r"""Scores an image by minus the log of the summed kernel values to the inliers, as in Sec. 5.1.
 
     .. math::
         s(x) = -\log \sum_i \kappa(h(x), h(x_i)), \quad \kappa(a, b) = \exp(-\lVert a - b \rVert^2 / 2 \sigma^2)
 
-    The logarithm keeps the order and tells images apart whose sums are too small for a float. The kernel is not trained
-    against outliers, which a detector has none of: of the median distance between inliers and its halves,
-    :math:`\sigma` is the one under which the inliers are likeliest, each left out in turn. At most 5,000 inliers.
+    The logarithm keeps the order and distinguishes sums too small for a float. The kernel is not trained against
+    outliers, as the detector has none: of the median distance between inliers and its halves, :math:`\sigma` is the one
+        with the largest leave-one-out likelihood. At most 5,000 inliers are used.
 
     Args:
-        share: The bandwidth as a share of that median distance instead.
+        share: If given, the bandwidth as a share of the median distance.
     """
 
     name = "dk"
@@ -43,7 +43,7 @@ class DeepKernel(Method):
             self.name, self.title = f"dk-{share:g}", f"DK, bandwidth {share:g}"
 
     def fit(self, context: Context) -> None:
-        """Keep inliers and choose the bandwidth by them."""
+        """Keep the inliers and choose the bandwidth."""
         order = torch.randperm(len(context.inliers), generator=torch.Generator().manual_seed(context.seed))
         self._inliers = context.inliers.take(order[:INLIERS].numpy()).feature.double()
         rows = self._inliers[:_CHUNK]
@@ -58,7 +58,7 @@ class DeepKernel(Method):
 
 
 def likeliest_bandwidth(rows: Tensor) -> float:
-    """Return the bandwidth of the largest leave-one-out likelihood of rows (N, F), among the median distance's halves."""
+    """Return the bandwidth with the largest leave-one-out likelihood of rows (N, F)."""
     median = _median_distance(rows)
 
     def likelihood(bandwidth: float) -> float:

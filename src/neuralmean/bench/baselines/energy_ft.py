@@ -11,7 +11,7 @@ from neuralmean.bench.baselines.finetune import FineTuned, Tuner
 
 WEIGHT = 0.1
 HIGHEST_INSIDE, LOWEST_OUTSIDE = -23.0, -5.0  # the authors' margins for CIFAR-10
-HIGHEST_INSIDE_MANY = -27.0  # theirs for CIFAR-100
+HIGHEST_INSIDE_MANY = -27.0  # the authors' margins for CIFAR-100
 
 
 class EnergyFineTuned(FineTuned):
@@ -32,7 +32,7 @@ class EnergyFineTuned(FineTuned):
         self._inside = HIGHEST_INSIDE
 
     def fit(self, context: Context) -> None:
-        """Train the copy, from its checkpoint on if there is one."""
+        """Train the copy, resuming from its checkpoint if there is one."""
         self._inside = HIGHEST_INSIDE if context.trained.num_classes <= 10 else HIGHEST_INSIDE_MANY
         super().fit(context)
 

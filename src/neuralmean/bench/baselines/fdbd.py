@@ -11,13 +11,13 @@ from neuralmean.errors import NotFittedError
 
 
 class Fdbd(Method):
-    r"""Scores an image by the distance of its feature to the boundaries of its class, relative to its distance from the mean.
+    r"""Scores an image by its feature's mean distance to the decision boundaries, relative to that from the mean.
 
     .. math::
         s(x) = -\frac{1}{K - 1} \sum_{k \ne \hat k}
                \frac{f_{\hat k}(x) - f_k(x)}{\lVert w_{\hat k} - w_k \rVert \, \lVert h(x) - \mu \rVert}
 
-    Own code, because pytorch-ood holds the differences of all pairs of weights at once: 5 GB for a thousand classes of
+    Not taken from pytorch-ood, which holds the differences of all pairs of weights at once: 5 GB for 1,000 classes and
     1,280 features.
     """
 
@@ -31,12 +31,12 @@ class Fdbd(Method):
         self._mean = self._apart = torch.zeros(0)
 
     def fit(self, context: Context) -> None:
-        """Take the mean of the inliers' features, and how far apart the weights of each pair of classes are."""
+        """Compute the mean of the inliers' features and the distances between the weights of all pairs of classes."""
         self._head = read_head(context.trained)
         self._mean = context.inliers.feature.double().mean(dim=0)
         weight = self._head.weight
         apart = torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist")
-        self._apart = apart.fill_diagonal_(1.0)  # the class itself has no boundary: its difference of logits is 0
+        self._apart = apart.fill_diagonal_(1.0)  # for the class itself, the difference of logits is 0
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""

@@ -1,7 +1,6 @@
-"""Training inside a fit: a copy of the model, a small budget, and the trainer's own loop, which resumes where it stopped.
+"""Training inside a fit: a copy of the model, a small budget, and the trainer's resumable loop.
 
-Owns the copy, the budget and the checkpoint. A method defines the loss, and how a trained copy scores.
-The model that a method is given is never changed.
+A method defines the loss and how the trained copy scores. The method's own model is never changed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from neuralmean.recording import find_head
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a copy is trained: at most so many images of each kind, so many times."""
+    """How long a copy is trained: the number of images of each kind, and of epochs."""
 
     images: int = 1024
     epochs: int = 2
@@ -41,13 +40,13 @@ class Budget:
 
 
 class Tuner:
-    """A task of the training loop whose loss a method defines.
+    """A task of the training loop with the loss of a method.
 
     Args:
         model: Trained in place.
-        loss: Called with this object, images in [0, 1] (N, 3, H, W), labels (N,) and a source of randomness.
-        trained: Where the normalisation comes from.
-        outliers: OOD images, uint8, shape (M, 3, H, W), where the loss needs any.
+        loss: Called with this object, images in [0, 1] (N, 3, H, W), labels (N,) and a generator.
+        trained: The model whose normalisation is used.
+        outliers: OOD images, uint8, shape (M, 3, H, W), if the loss needs them.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, trained: TrainedModel, outliers: Tensor | None = None) -> None:
@@ -67,7 +66,7 @@ class Tuner:
     def draw_outliers(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw OOD images, augmented too, in [0, 1], shape (count, 3, H, W)."""
         if self._outliers is None:
-            raise InputError("Expected OOD images to train with, but got none. Use a protocol that gives some.")
+            raise InputError("Expected OOD images to train with, but got none. Use a protocol that provides them.")
         rows = torch.randint(len(self._outliers), (count,), generator=generator)
         return self.augment(self._outliers[rows.to(self._outliers.device)].float() / 255, generator)
 
@@ -90,7 +89,7 @@ class Tuner:
         return dict(self.model.state_dict())
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self.model.load_state_dict(state)
 
 
@@ -100,7 +99,7 @@ Loss = Callable[[Tuner, Tensor, Tensor, torch.Generator], Tensor]
 class FineTuned(Method):
     """Base of methods that train a copy of the model and score with it.
 
-    A subclass implements `loss` and `score_outputs`, and where it changes the network, `prepare`.
+    A subclass implements `loss` and `score_outputs`, and `prepare` if it changes the network.
 
     Attributes:
         budget: How long to train.
@@ -125,11 +124,11 @@ class FineTuned(Method):
         raise NotImplementedError
 
     def score_outputs(self, outputs: Tensor) -> Tensor:
-        """Score what the trained copy returns, (N, K); higher = more OOD."""
+        """Score the outputs of the trained copy, (N, K); higher = more OOD."""
         raise NotImplementedError
 
     def fit(self, context: Context) -> None:
-        """Train the copy, from its checkpoint on if there is one."""
+        """Train the copy, resuming from its checkpoint if there is one."""
         self._trained = context.trained
         network = self.prepare(context)
         outliers = None if context.outliers is None else _pixels(context.outliers, self.budget, context.seed)[0]
@@ -157,14 +156,14 @@ class FineTuned(Method):
 
     @property
     def trained(self) -> TrainedModel:
-        """The model that the copy was made of."""
+        """The model that the copy was made from."""
         if self._trained is None:
             raise NotFittedError(f"The method {self.name!r} is not fitted yet. Call `fit` before `score`.")
         return self._trained
 
 
 class NewHead(FineTuned):
-    """Base of methods whose copy gets another last layer and is trained by cross-entropy."""
+    """Base of methods that replace the last layer of the copy and train it by cross-entropy."""
 
     budget = Budget(learning_rate=0.01)
 
@@ -184,14 +183,15 @@ class NewHead(FineTuned):
 
 
 def counted_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` to train; its passes count as those of the model."""
+    """Return a copy of `model` to train; its passes are counted as passes of the model."""
     return counted_as(copy.deepcopy(model).requires_grad_(True), model)
 
 
 def counted_as(network: nn.Module, model: nn.Module) -> nn.Module:
-    """Have passes of `network` counted wherever those of `model` are, and return it.
+    """Count passes of `network` as passes of `model`, and return it.
 
-    Both share one set of hooks from now on: what measures the model measures the network, and leaves it too.
+    Both share one set of hooks from then on, so a hook added to or removed from one is added to or removed from the
+    other.
     """
     network._forward_pre_hooks = model._forward_pre_hooks
     network._forward_pre_hooks_with_kwargs = model._forward_pre_hooks_with_kwargs
@@ -202,9 +202,9 @@ def train(tuner: Tuner, context: Context, budget: Budget, name: str) -> None:
     """Minimise the tuner's loss on the inliers, within the budget.
 
     Args:
-        tuner: What is trained.
-        context: The images, the seed, and the folder for the checkpoint; without one there is nothing to go on from.
-        budget: How long.
+        tuner: The task.
+        context: The images, the seed, and the folder for the checkpoint; without a folder, training cannot resume.
+        budget: How long to train.
         name: Name of the method.
     """
     images, rows = _pixels(context.inliers, budget, context.seed)
@@ -227,14 +227,14 @@ def train(tuner: Tuner, context: Context, budget: Budget, name: str) -> None:
         try:
             run(tuner, images, labels, recipe, setting)
         except ArtefactError as error:
-            warnings.warn(f"{error} Training starts anew.", NeuralMeanWarning, stacklevel=2)
+            warnings.warn(f"{error} Training starts over.", NeuralMeanWarning, stacklevel=2)
             checkpoint.unlink(missing_ok=True)
             tuner.load_state(start)
             run(tuner, images, labels, recipe, setting)
 
 
 def replace_head(network: nn.Module, example: Tensor, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Put another module in the place of the last linear layer.
+    """Replace the last linear layer.
 
     Args:
         network: Changed in place.
@@ -252,7 +252,7 @@ def replace_head(network: nn.Module, example: Tensor, make: Callable[[nn.Linear]
 
 
 def _pixels(view: View, budget: Budget, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of the budget, uint8 (N, 3, H, W), and which rows of the view they are."""
+    """Images within the budget, uint8 (N, 3, H, W), and their rows in the view."""
     count = min(len(view), budget.images)
     rows = np.sort(np.random.default_rng([seed, len(view)]).permutation(len(view))[:count])
     images = torch.from_numpy(np.ascontiguousarray(view.pixels[rows].transpose(0, 3, 1, 2)))

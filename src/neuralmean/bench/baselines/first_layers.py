@@ -1,4 +1,4 @@
-"""Ours-LR on a part of the layers, for the figure on which layers matter."""
+"""Ours-LR on the first layers, for the figure on the importance of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FirstLayers(Method):
     """Ours-LR on the first k layers; the scorer standardises the vector, as the paper's ablation does.
 
     Args:
-        count: How many layers.
+        count: Number of layers.
     """
 
     title = "Ours-LR, first layers"
@@ -45,5 +45,5 @@ class FirstLayers(Method):
         return {name: weights[columns].mean().item() for name, columns in layer_slices(self._layers).items()}
 
     def _columns(self, view: View) -> Tensor:
-        # NMD is the channel mean minus a constant; standardising takes the constant out again.
+        # NMD is the channel mean minus a constant, which standardising removes again.
         return view.means[:, : sum(layer.channels for layer in self._layers)]

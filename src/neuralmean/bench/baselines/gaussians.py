@@ -1,4 +1,4 @@
-"""Gaussians with one mean per class and one covariance for all: what the Mahalanobis methods share."""
+"""Gaussians with one mean per class and a shared covariance, for the Mahalanobis methods."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Gaussians:
 
     @classmethod
     def of(cls, features: Tensor, labels: Tensor) -> Gaussians:
-        r"""Estimate them from features (N, C) and labels (N,) (Lee et al. 2018, Eq. 1).
+        r"""Estimate the Gaussians of features (N, C) and labels (N,) (Lee et al. 2018, Eq. 1).
 
         .. math::
             \hat\mu_c = \frac{1}{N_c} \sum_{y_i = c} f(x_i), \quad
             \hat\Sigma = \frac1N \sum_c \sum_{y_i = c} (f(x_i) - \hat\mu_c)(f(x_i) - \hat\mu_c)^\top
 
-        The inverse is the pseudo-inverse, as in the authors' code: channels that are the same everywhere, or too few
-        images for all channels, are no obstacle. Classes without an image are left out. Fewer than two images a class
-        leave nothing to estimate a deviation within classes from: the covariance is then that of all features.
+        The inverse is the pseudo-inverse, as in the authors' code, so that constant channels and few images are no
+        problem. Classes without images are skipped. With fewer than two images per class, the covariance within classes
+        cannot be estimated; that of all features is used.
         """
         features = features.double()
         classes, where = torch.unique(labels, return_inverse=True)

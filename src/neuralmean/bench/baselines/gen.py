@@ -17,8 +17,8 @@ class Gen(Method):
     .. math::
         s(x) = \sum_{k \in top\ M} p_k^\gamma (1 - p_k)^\gamma
 
-    :math:`\gamma = 0.1` and M = 100, or all classes where there are fewer: the paper's choices. In float64 and from
-    logarithms: pytorch-ood clips probabilities in float32, which makes confident images score alike.
+    :math:`\gamma = 0.1` and M = 100, or all classes if there are fewer: the paper's choices. Computed in float64 from
+    logarithms, as pytorch-ood clips probabilities in float32, which gives confident images equal scores.
     """
 
     name = "gen"
@@ -37,7 +37,7 @@ def generalised_entropy(logits: Tensor) -> Tensor:
     logits = logits.double()
     ordered = logits.sort(dim=1, descending=True).values
     log_p = ordered.log_softmax(dim=1)
-    # 1 - p loses all digits where p is near 1: for the largest it is the sum of the others.
+    # 1 - p cancels for p near 1, so for the largest p it is computed as the sum of the others.
     rest = log_p[:, 1:].logsumexp(dim=1, keepdim=True)
     log_q = torch.cat([rest, (-log_p[:, 1:].exp()).log1p()], dim=1)
     return (GAMMA * (log_p + log_q)).exp()[:, :TOP].sum(dim=1)

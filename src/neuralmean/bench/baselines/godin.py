@@ -1,4 +1,4 @@
-"""Generalized ODIN: a head that divides confidence in two, and a step chosen without OOD images (Hsu et al., CVPR 2020)."""
+"""Generalized ODIN: a head that decomposes confidence, and a step chosen without OOD images (Hsu et al., CVPR 2020)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STEPS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)  # the paper's
 
 
 class DividingHead(nn.Module):
-    r"""DeConf-C: returns :math:`h(x) / g(x)` in training, where it is the logits, and :math:`h(x)` thereafter.
+    r"""DeConf-C: returns the logits :math:`h(x) / g(x)` in training mode and :math:`h(x)` in evaluation mode.
 
     .. math::
         h_k(x) = \cos(w_k, z), \quad g(x) = \sigma(\mathrm{BN}(w_g^\top z + b_g))
 
-    :math:`z` is the penultimate feature. The directions :math:`w_k` begin as those of `head`.
+    :math:`z` is the penultimate feature. The directions :math:`w_k` are initialised from `head`.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -27,7 +27,7 @@ class DividingHead(nn.Module):
         self.weight = nn.Parameter(head.weight.detach().clone())
         self.gate = nn.Linear(head.in_features, 1, device=head.weight.device)
         nn.init.zeros_(self.gate.bias)
-        nn.init.constant_(self.gate.weight, head.in_features**-0.5)  # no randomness: the norm scales it anyway
+        nn.init.constant_(self.gate.weight, head.in_features**-0.5)  # not random, as the norm rescales it anyway
         self.norm = nn.BatchNorm1d(1, device=head.weight.device)
 
     def forward(self, feature: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class DividingHead(nn.Module):
 
 
 class GeneralizedOdin(NewHead):
-    r"""Scores an image by its largest :math:`h_k` after a step that raises it.
+    r"""Scores an image by its largest :math:`h_k` after a step that increases it.
 
     .. math::
         \hat x = x - \epsilon \, \mathrm{sign}(-\nabla_x \max_k h_k(x)), \quad s(x) = -\max_k h_k(\hat x)

@@ -12,15 +12,15 @@ from neuralmean.bench.baselines.base import Context
 from neuralmean.bench.baselines.finetune import Budget, FineTuned, Tuner, counted_as
 from neuralmean.models.execution import device_of
 
-RADIUS = 0.01  # of the neighbourhood, in images scaled to [0, 1]; the paper's
+RADIUS = 0.01  # radius of the neighbourhood, in images scaled to [0, 1]; from the paper
 WEIGHT = 0.3  # the paper's
-SLOW_START = 0.6  # share of the steps in which radius and weight grow to their values
-QUANTILE = 0.8  # share of the OOD images, the easiest, that the bound is trained on: GOOD_80
+SLOW_START = 0.6  # share of the steps during which radius and weight ramp up
+QUANTILE = 0.8  # share of the OOD images, the easiest ones, whose bound is trained: GOOD_80
 CHANNELS = (3, 32, 64)
 
 
 class SmallNetwork(nn.Module):
-    """Two strided convolutions and two linear layers: of a size that interval bounds can be trained through."""
+    """Two strided convolutions and two linear layers, small enough to train with interval bounds."""
 
     def __init__(self, num_classes: int, size: int = 32) -> None:
         super().__init__()
@@ -33,7 +33,9 @@ class SmallNetwork(nn.Module):
         )
         self.head = nn.Linear(128, num_classes)
         self.steps: Tensor
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of training so far, kept in checkpoints
+        self.register_buffer(
+            "steps", torch.zeros((), dtype=torch.int64)
+        )  # progress of the training, stored in checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, size, size) to logits (N, num_classes)."""
@@ -43,7 +45,7 @@ class SmallNetwork(nn.Module):
     def largest_gap(self, low: Tensor, high: Tensor) -> Tensor:
         r"""Upper bound of :math:`\max_{k, l} f_k - f_l` over all images between `low` and `high`, shape (N,).
 
-        Interval bounds through the body; the last layer is bounded for each difference of two logits at once.
+        Interval bounds through the body; for the last layer, differences of two logits are bounded directly.
         """
         centre, radius = (high + low) / 2, (high - low) / 2
         for layer in self.body:
@@ -65,8 +67,8 @@ class Good(FineTuned):
     :math:`I_q` are the 80 % of the OOD images with the smallest bound. Scaled down: the paper trains a larger
     convolutional network on all of CIFAR-10 and 80 Million Tiny Images for hundreds of epochs; here one of 4 layers
     learns from at most 4,096 images of each kind for 10 epochs. Radius and weight start at zero and grow, as in the
-    paper: without it the network can end with the same answer to everything. The network takes the place of the given
-    model, which is not used.
+    paper; otherwise the network can collapse to a constant output. The network replaces the given model, which is not
+    used.
     """
 
     name = "good"
@@ -93,7 +95,7 @@ class Good(FineTuned):
         """Loss of one batch of images in [0, 1], and as many OOD images."""
         network = tuner.model
         if not isinstance(network, SmallNetwork):
-            raise TypeError("bounds are known for this method's own network only")
+            raise TypeError("bounds are implemented for this method's own network only")
         network.steps += 1
         share = min(1.0, int(network.steps) / self._slow_steps)
         outliers = tuner.draw_outliers(len(images), generator)
@@ -109,7 +111,7 @@ class Good(FineTuned):
 
 
 def interval(layer: nn.Module, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius of a box that holds what `layer` makes of a box."""
+    """Centre and radius of a box that contains the image of a box under `layer`."""
     if isinstance(layer, nn.Linear):
         return layer(centre), F.linear(radius, layer.weight.abs())
     if isinstance(layer, nn.Conv2d):

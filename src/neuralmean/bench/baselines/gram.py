@@ -16,7 +16,7 @@ _TINY = 1e-6
 
 
 class Gram(Method):
-    r"""Scores an image by how far its Gram matrices leave the range seen in images of its predicted class.
+    r"""Scores an image by how far its Gram matrices leave the range of training images of its predicted class.
 
     .. math::
         G^p_l = (F_l^p {F_l^p}^\top)^{1/p}, \quad
@@ -25,8 +25,8 @@ class Gram(Method):
 
     for powers 1 to 10 and every convolution and stage; :math:`c` is the predicted class. As in the authors' code a
     matrix is represented by its row sums, which need no matrix: row :math:`i` of :math:`F F^\top` sums to
-    :math:`F_i \cdot \sum_j F_j`. The expected deviation is that of a tenth of the images, kept out of the ranges. A fit
-    holds ranges and sums only, however many images there are.
+    :math:`F_i \cdot \sum_j F_j`. The expected deviation is estimated on a tenth of the images, which are held out from
+    the ranges. A fit stores ranges and sums only, so its memory does not grow with the number of images.
     """
 
     name = "gram"
@@ -44,7 +44,7 @@ class Gram(Method):
         self._expected = torch.zeros(0)
 
     def fit(self, context: Context) -> None:
-        """Find the range of every entry for every class, and the deviation to expect at every layer."""
+        """Compute the range of every entry per class, and the expected deviation of every layer."""
         trained = self._trained = context.trained
         view = context.inliers
         parts = hold_out(len(view), seed=context.seed, share=0.1, most=len(view))
@@ -54,7 +54,7 @@ class Gram(Method):
         for batch in batches_of(trained, view, parts.rest if len(parts.rest) else parts.validation):
             self._widen(*self._read(batch))
         for low, high in zip(self._low, self._high, strict=True):
-            unseen = low.isinf().all(dim=1)  # a class without images gets the range of all
+            unseen = low.isinf().all(dim=1)  # a class without images gets the range over all images
             low[unseen], high[unseen] = low.amin(dim=0), high.amax(dim=0)
         total = torch.zeros(len(self._places), dtype=torch.float64)
         for batch in batches_of(trained, view, parts.validation):
@@ -82,7 +82,7 @@ class Gram(Method):
             return logits.argmax(dim=1).cpu(), [gram_rows(one).cpu() for one in activations]
 
     def _widen(self, classes: Tensor, rows: list[Tensor]) -> None:
-        """Widen the ranges so that they hold these images."""
+        """Widen the ranges to include these images."""
         if not self._low and self._trained is not None:
             count = self._trained.num_classes
             self._low = [torch.full((count, one.shape[1]), torch.inf) for one in rows]
@@ -112,7 +112,7 @@ def gram_rows(activation: Tensor, powers: int = POWERS) -> Tensor:
         powers: The highest power.
     """
     maps = activation.transpose(1, 2) if activation.ndim == 3 else activation.flatten(2)  # (N, C, positions)
-    # Scaled to at most 1, or the twentieth power of an activation would leave float32; undone after the root.
+    # Scaled to at most 1, as the twentieth power of an activation overflows float32; undone after the root.
     largest = maps.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-30)
     scaled = maps / largest
     power, found = torch.ones_like(scaled), []

@@ -1,7 +1,6 @@
 """The linear layer that turns the penultimate feature into logits, for methods that need its weights.
 
-It is found as the library finds it, by one forward pass of one black image. The model is not changed: what comes back
-are copies.
+It is found as in the library, by a forward pass of one black image. The returned tensors are copies.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class LinearHead:
         return feature.double() @ self.weight.T + self.bias
 
     def as_module(self) -> nn.Linear:
-        """Return the same as a module in float32, for code that needs a module."""
+        """Return an equal `nn.Linear` in float32."""
         module = nn.Linear(self.weight.shape[1], self.weight.shape[0])
         with torch.no_grad():
             module.weight.copy_(self.weight)
@@ -40,7 +39,7 @@ class LinearHead:
 
 
 def read_head(trained: TrainedModel) -> LinearHead:
-    """Return the linear layer whose output is the model's.
+    """Return the linear layer whose output is the model's output.
 
     Raises:
         InputError: The model does not end in a linear layer.

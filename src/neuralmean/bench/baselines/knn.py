@@ -14,9 +14,9 @@ class Knn(FeatureDetector):
     .. math::
         s(x) = \lVert z - z_{(k)} \rVert_2, \quad z = h(x) / \lVert h(x) \rVert_2
 
-    The paper takes k = 50 of 50,000 images for CIFAR-10, 200 of them for CIFAR-100 and 1,000 of 1.28 million for ImageNet,
-    and k in proportion where only a part of the images is used. So does this, but not below 5, or as many as there are
-    images of a class: the sixth neighbour of one image per class is of another class.
+    The paper takes k = 50 for the 50,000 images of CIFAR-10, 200 for CIFAR-100 and 1,000 for the 1.28 million images of
+    ImageNet, and scales k with the share of images used. So does this, but with k at least 5, or the number of images
+    per class if that is smaller, so that neighbours of the same class exist.
     """
 
     name = "knn"

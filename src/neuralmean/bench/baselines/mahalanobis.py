@@ -17,7 +17,7 @@ from neuralmean.errors import InputError, NotFittedError
 from neuralmean.models.layers import layer_slices
 
 PAPER = "Lee et al., A Simple Unified Framework for Detecting Out-of-Distribution Samples, NeurIPS 2018"
-STEPS = (0.0, 0.0005, 0.0014, 0.005)  # in images scaled to [0, 1]; of the authors' seven values
+STEPS = (0.0, 0.0005, 0.0014, 0.005)  # in images scaled to [0, 1]; four of the authors' seven values
 
 
 class Mahalanobis(Method):
@@ -27,11 +27,11 @@ class Mahalanobis(Method):
         M_l(x) = \max_c -(f_l(x) - \hat\mu_{l,c})^\top \hat\Sigma_l^{-1} (f_l(x) - \hat\mu_{l,c}), \quad
         \hat x_l = x + \epsilon \, \mathrm{sign}(\nabla_x M_l(x)), \quad s(x) = -\sum_l \alpha_l M_l(\hat x_l)
 
-    :math:`f_l` is the mean over positions. The Gaussians are fitted on in-distribution images; step and weights on at
-    most 100 others of each kind: the weights on one half of them, the step by TNR at 95 % TPR on the other half, then
-    the weights again on both. All are drawn from what the protocol gives, so that the ID ones are images that the
-    classifier was trained on; the authors' code takes 1,000 of each kind from the test sets. Another draw of the 100 can
-    change an AUROC by several points, which bootstrap intervals do not show. The layers are nearly the authors': see `stages`.
+    :math:`f_l` is the mean over positions. The Gaussians are fitted on in-distribution images, step and weights on at
+    most 100 others of each kind: the weights on one half, the step by TNR at 95 % TPR on the other half, then the
+    weights again on both. All are drawn from the data of the protocol, so the classifier was trained on the ID images;
+    the authors' code takes 1,000 of each kind from the test sets. A different draw of the 100 can change an AUROC by
+    several points, which bootstrap intervals do not show. The layers are nearly the authors': see `stages`.
     """
 
     name = "mahalanobis"
@@ -52,7 +52,7 @@ class Mahalanobis(Method):
         self._offset = 0.0
 
     def fit(self, context: Context) -> None:
-        """Fit the Gaussians, then step and weights on the validation part."""
+        """Fit the Gaussians, then tune step and weights on the validation part."""
         trained = self._trained = context.trained
         inliers, outliers = context.inliers, context.outliers
         if outliers is None:
@@ -85,10 +85,10 @@ class Mahalanobis(Method):
         return trained.num_classes > 0
 
     def _tune(self, inliers: Tensor, outliers: Tensor) -> None:
-        """Choose step and weights, given distances for every step, (S, N, L) and (S, M, L)."""
+        """Choose step and weights from the distances for every step, (S, N, L) and (S, M, L)."""
         halves = [slice(None, None, 2), slice(1, None, 2)]
         if min(inliers.shape[1], outliers.shape[1]) < 4:
-            halves = [slice(None), slice(None)]  # too few to keep apart
+            halves = [slice(None), slice(None)]  # too few to split
         found = []
         for near, far in zip(inliers, outliers, strict=True):
             weights, _ = logistic(near[halves[0]], far[halves[0]])
@@ -127,8 +127,8 @@ class MahalanobisId(Method):
     .. math::
         s(x) = \frac1L \sum_l \frac{-M_l(x) - m_l}{s_l}
 
-    with mean :math:`m_l` and standard deviation :math:`s_l` of the distances of in-distribution images that the
-    Gaussians have not seen. Not in the paper, which tunes on OOD images; features are the recorded channel means.
+    with mean :math:`m_l` and standard deviation :math:`s_l` of the distances of in-distribution images held out from
+    the Gaussians. Not in the paper, which tunes on OOD images; features are the recorded channel means.
     """
 
     name = "mahalanobis-id"
@@ -141,7 +141,7 @@ class MahalanobisId(Method):
         self._centre = self._scale = torch.zeros(0)
 
     def fit(self, context: Context) -> None:
-        """Fit the Gaussians on four fifths of the images, and the scale of the distances on the others."""
+        """Fit the Gaussians on four fifths of the images and the scale of the distances on the rest."""
         view = context.inliers
         parts = hold_out(len(view), seed=context.seed, share=0.2, most=len(view))
         rest = parts.rest if len(parts.rest) else parts.validation
@@ -170,7 +170,7 @@ class MahalanobisId(Method):
 
 
 def logistic(inliers: Tensor, outliers: Tensor) -> tuple[Tensor, float]:
-    """Weights (L,) and offset of a logistic regression that tells two sets of distances (N, L) and (M, L) apart."""
+    """Weights (L,) and offset of a logistic regression between two sets of distances, (N, L) and (M, L)."""
     from sklearn.linear_model import LogisticRegression
 
     rows = torch.cat([inliers, outliers])

@@ -16,17 +16,17 @@ PAPER = "Mueller & Hein, Mahalanobis++: Improving OOD Detection via Feature Norm
 
 @dataclass(frozen=True)
 class NormalisedGaussians:
-    """Class means (K, F) of unit-length features and a matrix (F, F) whose product with itself is the precision."""
+    """Class means (K, F) of unit-length features and a square root (F, F) of the precision."""
 
     means: Tensor
     whitening: Tensor
 
     @classmethod
     def of(cls, feature: Tensor, labels: Tensor) -> Self:
-        """Estimate them from features (N, F) and labels (N,).
+        """Estimate the Gaussians of features (N, F) and labels (N,).
 
-        The covariance is that within classes, or that of all features where fewer than two images a class leave nothing
-        to estimate it from. Its shrinkage (Ledoit & Wolf, 2004) vanishes with many images and keeps it regular with few.
+        The covariance is that within classes or, with fewer than two images per class, that of all features. Its
+        shrinkage (Ledoit & Wolf, 2004) keeps it regular with few images and vanishes with many.
         """
         from sklearn.covariance import ledoit_wolf
 
@@ -102,7 +102,7 @@ class RmdsPlus(MdsPlus):
 
 
 def normalise(feature: Tensor) -> Tensor:
-    """Return features (N, F) scaled to unit length, in float64; a feature of zeros stays."""
+    """Return features (N, F) scaled to unit length, in float64; all-zero features stay zero."""
     feature = feature.double()
     length: Tensor = feature.norm(dim=1, keepdim=True)
     return feature / length.clamp_min(1e-12)

@@ -1,8 +1,8 @@
-"""What a fit or a scoring costs: time, forward passes, memory.
+"""Cost of fitting and scoring: time, forward passes, memory.
 
-A forward pass whose result comes from the cache counts too, with the time that it took when it ran. So costs do not depend
-on what happens to be cached, but the clock may be that of another day, with other threads and neighbours. Where times are
-compared (the experiment `latency`), every fit and every single image runs now.
+A cached forward pass is counted with the time it took when it ran, so costs do not depend on the state of the cache,
+but times may come from another day and another load. The experiment `latency`, which compares times, runs everything
+anew.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from neuralmean.models import allocator as memory
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall seconds, images sent through the model, and the peak of the process's memory above where it began."""
+    """Wall seconds, images passed through the model, and the peak increase of the process's memory."""
 
     seconds: float
     passes: int
-    peak_mb: float | None  # None where the system does not tell
+    peak_mb: float | None  # None if the system does not report it
 
 
 class Meter:
-    """Adds up what happens inside `metered`."""
+    """Accumulates costs inside `metered`."""
 
     def __init__(self) -> None:
         self._passes = 0
@@ -38,7 +38,7 @@ class Meter:
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        """Leave out what happens inside the block: features being read, or computed for the first time."""
+        """Exclude the time of the block, in which features are read or computed for the first time."""
         begun, self._paused = time.perf_counter(), True
         try:
             yield
@@ -47,22 +47,22 @@ class Meter:
             self._seconds_reading += time.perf_counter() - begun
 
     def count_cached(self, passes: int, seconds: float) -> None:
-        """Count forward passes that ran at some other time."""
+        """Count forward passes that ran earlier."""
         self._passes += passes
         self._seconds_cached += seconds
 
     def count(self, images: int) -> None:
-        """Count images that go through the model now."""
+        """Count images that pass through the model now."""
         if not self._paused:
             self._passes += images
 
     def cost(self, wall: float, peak_mb: float | None) -> Cost:
-        """Return the sum, given the wall time of the whole block."""
+        """Return the total, given the wall time of the whole block."""
         return Cost(max(0.0, wall - self._seconds_reading) + self._seconds_cached, self._passes, peak_mb)
 
 
 class Stopwatch:
-    """Holds the cost of a `metered` block once it has ended."""
+    """The cost of a `metered` block, once it has ended."""
 
     def __init__(self) -> None:
         self.meter = Meter()
@@ -71,14 +71,14 @@ class Stopwatch:
 
 @contextmanager
 def metered(model: nn.Module) -> Generator[Stopwatch]:
-    """Measure what happens inside the block; copies of `model` made inside count too. The model leaves it as it came."""
+    """Measure the block; copies of `model` made inside count too. The model's hooks are restored."""
     watch = Stopwatch()
 
     def count(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             watch.meter.count(len(args[0]))
 
-    memory.release_freed()  # blocks that an earlier method freed would hide what this one takes
+    memory.release_freed()  # memory freed by an earlier method would hide what this one allocates
     base = memory.resident() if memory.reset_peak() else None
     handle = model.register_forward_pre_hook(count)
     begun = time.perf_counter()

@@ -8,7 +8,7 @@ from neuralmean.bench.baselines.base import Method, View
 
 
 class Msp(Method):
-    r"""Scores an image by how unsure the classifier is.
+    r"""Scores an image by minus the classifier's confidence.
 
     .. math::
         s(x) = -\max_k \mathrm{softmax}_k(f(x))
@@ -22,5 +22,5 @@ class Msp(Method):
 
     def score(self, examples: View) -> Tensor:
         """Score each image, shape (N,); higher = more OOD."""
-        # In double precision: in single, many confident images tie at exactly 1.
+        # In float64, as many confident images tie at exactly 1 in float32.
         return -examples.logits.double().softmax(dim=1).amax(dim=1)

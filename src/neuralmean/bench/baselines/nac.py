@@ -17,21 +17,21 @@ from neuralmean.stats.metrics import evaluate
 STEEPNESS = (1.0, 10.0, 100.0, 1000.0)
 BINS = (50, 500)
 ENOUGH = (5, 50, 500)
-TUNED_ON = 1000  # images of each kind, at most
+TUNED_ON = 1000  # most images of each kind
 
 
 class Nac(Method):
-    r"""Scores an image by how rarely its neurons' states occur among the inliers.
+    r"""Scores an image by how rare its neurons' states are among the inliers.
 
     .. math::
         \hat z_i = \sigma\left(\alpha\, h_i \frac{\partial\, KL(u \Vert p)}{\partial h_i}\right), \qquad
         s(x) = -\frac{1}{F} \sum_i \min(O_i(\hat z_i) / r, 1)
 
     with :math:`O_i` the histogram of neuron i over the inliers. On the penultimate layer the gradient is
-    :math:`W^\top (p - u)`: no backward pass is needed. The paper adds up several layers, which needs one; this is its
-    last layer alone. As in the paper, :math:`\alpha`, the number of bins and r are chosen by the AUROC on outliers for
-    validation: those of the protocol, against a fifth of the inliers that the histograms have not seen. At most 1,000 of
-    each kind, drawn at random.
+    :math:`W^\top (p - u)`: no backward pass is needed. The paper sums several layers, which needs one; this is its last
+    layer alone. As in the paper, :math:`\alpha`, the number of bins and r are chosen by validation AUROC: outliers of
+    the protocol against a fifth of the inliers, held out from the histograms, with at most 1,000 random images of each
+    kind.
     """
 
     name = "nac"
@@ -49,10 +49,10 @@ class Nac(Method):
         self.coverage: Coverage | None = None
 
     def fit(self, context: Context) -> None:
-        """Choose the parameters, then count how often the inliers are in each bin."""
+        """Choose the parameters, then count the inliers in each bin."""
         head = self._head = read_head(context.trained)
         inliers = pull(context.inliers.feature, head)
-        chosen = (100.0, 50, 50)  # the paper's for the last layer, where there is nothing to choose by
+        chosen = (100.0, 50, 50)  # without outliers, the paper's choice for the last layer
         if context.outliers is not None:
             rows = hold_out(len(context.outliers), seed=context.seed, most=TUNED_ON, share=1.0).validation
             chosen = _choose(inliers, pull(context.outliers.take(rows).feature, head), context.seed)
@@ -67,7 +67,7 @@ class Nac(Method):
 
 @dataclass(frozen=True)
 class Coverage:
-    """Histogram of every neuron's state, (F, bins), and the parameters it was made with."""
+    """Histogram of every neuron's state, (F, bins), and its parameters."""
 
     counts: Tensor
     steepness: float

@@ -14,17 +14,17 @@ from neuralmean.errors import NotFittedError
 from neuralmean.stats.metrics import evaluate
 
 ALPHAS = (0.0, 0.0001, 0.001, 0.01, 0.1)
-USUAL = 0.0001  # of the authors' configuration in OpenOOD
+USUAL = 0.0001  # from the authors' configuration in OpenOOD
 
 
 class Nci(Method):
-    r"""Scores an image by how well its centred feature aligns with the weights of its class, and by the feature's length.
+    r"""Scores an image by how well its centred feature aligns with the weights of its class, and by the feature's norm.
 
     .. math::
         s(x) = -\frac{w_{\hat k} \cdot (h(x) - \mu)}{\lVert h(x) - \mu \rVert_2} - \alpha \lVert h(x) \rVert_1
 
-    The authors choose :math:`\alpha` by validation. So does this where the protocol gives OOD images: by AUROC on at most
-    1,000 images of each kind. Otherwise it is 0.0001.
+    The authors choose :math:`\alpha` by validation. So does this if the protocol provides OOD images, by AUROC on at
+    most 1,000 images of each kind; otherwise it is 0.0001.
     """
 
     name = "nci"
@@ -39,7 +39,7 @@ class Nci(Method):
         self._detector: Any = None
 
     def fit(self, context: Context) -> None:
-        """Take the mean of the inliers' features and choose the weight of the length."""
+        """Compute the mean of the inliers' features and choose the weight of the norm."""
         head, inliers = read_head(context.trained).as_module(), context.inliers.feature.clone()
         made = {alpha: detector_class("NCI")(None, head, alpha=alpha).fit_features(inliers) for alpha in ALPHAS}
         self.alpha = USUAL

@@ -12,7 +12,7 @@ NEIGHBOURS = 10  # the paper's choice on ImageNet
 
 
 class NnGuide(FeatureDetector):
-    r"""Scores an image by its energy times its likeness to the inliers, each weighted by its own energy.
+    r"""Scores an image by its energy times its similarity to the nearest inliers, weighted by their energies.
 
     .. math::
         s(x) = -E(x) \frac1k \sum_{i \le k} E(z_{(i)}) \cos(h(x), h(z_{(i)})), \quad

@@ -19,15 +19,16 @@ STEPS = (0.0, 0.0005, 0.001, 0.0014, 0.002, 0.004)  # in images scaled to [0, 1]
 
 
 class Odin(Method):
-    r"""Scores an image by how unsure the classifier is after a step that makes it surer.
+    r"""Scores an image by minus the classifier's confidence after a step that increases it.
 
     .. math::
         \tilde x = x - \epsilon \, \mathrm{sign}(-\nabla_x \log \max_k S_k(x; T)), \quad
         s(x) = -\max_k S_k(\tilde x; T), \quad S(x; T) = \mathrm{softmax}(f(x) / T)
 
-    Temperature and step are the pair with the best TNR at 95 % TPR on at most 100 images of each kind, drawn from what
-    the protocol gives: the ID ones are images that the classifier was trained on. Its authors tune on more images, which
-    the classifier has not seen. Another draw of the 100 can change an AUROC by points, which bootstrap intervals do not show.
+    Temperature and step are the pair with the best TNR at 95 % TPR on at most 100 images of each kind, drawn from the
+    data of the protocol, so the classifier was trained on the ID images. The authors tune on more images, which the
+    classifier has not seen. A different draw of the 100 can change an AUROC by several points, which bootstrap
+    intervals do not show.
     """
 
     name = "odin"
@@ -44,7 +45,7 @@ class Odin(Method):
         self._trained: TrainedModel | None = None
 
     def fit(self, context: Context) -> None:
-        """Choose temperature and step on the validation part."""
+        """Tune temperature and step on the validation part."""
         trained = self._trained = context.trained
         if context.outliers is None:
             return
@@ -75,9 +76,9 @@ def odin(model: nn.Module, batch: Tensor, temperature: float, step: float, std: 
     Args:
         model: Maps images to logits.
         batch: Normalised images, shape (N, 3, H, W).
-        temperature: What logits are divided by.
+        temperature: Divisor of the logits.
         step: Size of the step in images scaled to [0, 1].
-        std: What the normalisation divides by, per colour.
+        std: Standard deviation of the normalisation, per colour.
     """
     if step > 0:
         batch = batch - step * signs(batch, lambda images: _unsure(model(images), temperature), std)
@@ -86,7 +87,7 @@ def odin(model: nn.Module, batch: Tensor, temperature: float, step: float, std: 
 
 
 def softmax_score(logits: Tensor, temperature: float) -> Tensor:
-    """Minus the largest probability at a temperature, in float64: at 1000 all probabilities are nearly the same."""
+    """Minus the largest probability at a temperature, in float64, as probabilities are nearly equal at 1000."""
     return -F.softmax(logits.double() / temperature, dim=1).amax(dim=1)
 
 
@@ -95,7 +96,7 @@ def _unsure(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _grid(trained: TrainedModel, batches: Iterator[Tensor]) -> Tensor:
-    """Scores for every temperature and step, shape (T * S, N)."""
+    """Scores for each temperature and step, shape (T * S, N)."""
     columns = []
     for batch in batches:
         column = []

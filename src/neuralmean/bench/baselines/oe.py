@@ -1,4 +1,4 @@
-"""Outlier Exposure: a copy learns to be unsure about OOD images (Hendrycks et al., ICLR 2019, Sec. 3)."""
+"""Outlier Exposure: a copy learns low confidence on OOD images (Hendrycks et al., ICLR 2019, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutlierExposure(FineTuned):
     .. math::
         L = E_{id}[-\log p_y(x)] + \lambda E_{ood}[H(U; p(x'))], \quad s(x) = -\max_k p_k(x)
 
-    The OOD images are those of the protocol: the paper's are 80 Million Tiny Images, withdrawn since.
+    The OOD images are those of the protocol; the paper uses 80 Million Tiny Images, since withdrawn.
     """
 
     name = "oe"

@@ -10,14 +10,14 @@ from neuralmean.bench.baselines.base import Context
 from neuralmean.bench.baselines.finetune import NewHead
 from neuralmean.bench.baselines.perturbation import batches_of, hold_out
 
-MOST = 2000  # images that the subspaces are found from
+MOST = 2000  # images from which the subspaces are estimated
 
 
 class SubspaceHead(nn.Module):
-    r"""Returns :math:`|\cos(w_k, z)|` in training, where it is the logits, and the feature :math:`z` thereafter.
+    r"""Returns the logits :math:`|\cos(w_k, z)|` in training mode and the feature :math:`z` in evaluation mode.
 
-    The class directions are orthonormal and fixed, as in the paper: the orthonormal ones closest to those of `head`
-    (its polar factor), so that fine-tuning does not begin at nothing.
+    The class directions are orthonormal and fixed, as in the paper: the orthonormal directions closest to those of
+        `head` (its polar factor), so that fine-tuning starts from the trained head.
     """
 
     weight: Tensor
@@ -28,7 +28,7 @@ class SubspaceHead(nn.Module):
         self.register_buffer("weight", F.normalize((u @ v).to(head.weight.dtype), dim=1))
 
     def forward(self, feature: Tensor) -> Tensor:
-        """Map features (N, F) to (N, K) in training, to themselves thereafter."""
+        """Map features (N, F) to (N, K) in training mode; return them unchanged in evaluation mode."""
         return F.linear(F.normalize(feature, dim=1), self.weight).abs() if self.training else feature
 
 
@@ -40,7 +40,7 @@ class OneDimensional(NewHead):
         s(x) = \min_k \arccos \frac{|z^\top v_1^{(k)}|}{\|z\|}
 
     The paper trains from scratch and averages the angle over Monte Carlo samples of the weights; here a copy is
-    fine-tuned and there is one sample.
+    fine-tuned, with a single sample.
     """
 
     name = "1d"
@@ -49,7 +49,7 @@ class OneDimensional(NewHead):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most_inliers = max(MOST, self.budget.images)  # those that it is trained on are among the others
+        self.most_inliers = max(MOST, self.budget.images)  # the images it is trained on are among them
         self._axes = torch.zeros(0)
 
     def new_head(self, old: nn.Linear) -> nn.Module:
@@ -57,7 +57,7 @@ class OneDimensional(NewHead):
         return SubspaceHead(old)
 
     def fit(self, context: Context) -> None:
-        """Train the copy, then find each class's subspace."""
+        """Train the copy, then estimate the subspace of each class."""
         super().fit(context)
         rows = hold_out(len(context.inliers), seed=context.seed, share=1.0, most=MOST).validation
         with torch.no_grad():

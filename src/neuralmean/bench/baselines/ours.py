@@ -1,4 +1,4 @@
-"""The library's own scorers as methods: Ours-Avg, Ours-LR and Ours-MLP of the paper, and what goes beyond it."""
+"""The library's scorers as methods: Ours-Avg, Ours-LR and Ours-MLP of the paper, and those beyond it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TITLES = {
 class NeuralMean(Method):
     """A scorer of the library on the discrepancy vector of one statistic.
 
-    The reference is the batch-norm buffers where every watched layer has them (the paper's Eq. 7), else the mean over
-    the in-distribution images of the fit (Eq. 4). With such buffers and a scorer that learns nothing, no image is used.
+    The reference is the batch-norm buffers if every watched layer has them (the paper's Eq. 7), otherwise the mean over
+    the in-distribution images of the fit (Eq. 4). With buffers and a scorer that learns nothing, no image is used.
 
     Args:
-        scorer: Name of the scorer, or a class of the user's own with `fit` and `score`, as `Detector(scorer=...)` takes it.
+        scorer: Name of a scorer, or a class of yours with `fit` and `score`, as for `Detector(scorer=...)`.
         statistic: `"mean"` (NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
     """
 
@@ -87,7 +87,7 @@ class NeuralMean(Method):
         return score_rows(self._scorer, self._observe(examples))
 
     def learns_from_inliers(self, trained: TrainedModel) -> bool:
-        """Whether `fit` uses in-distribution images: to learn, or for want of buffers."""
+        """Whether `fit` uses in-distribution images, to learn or because there are no buffers."""
         return self._learns or _names_with_buffers(trained.model) is None
 
     def _new(self, options: Mapping[str, JSON] | None) -> Scorer:
@@ -117,11 +117,11 @@ class NeuralMean(Method):
 
 
 def _names_with_buffers(model: nn.Module) -> list[str] | None:
-    """Names of the watched layers, or None where some of them has no running mean."""
+    """Names of the watched layers, or None if one of them has no running mean."""
     names = [layer.name for layer in select_layers(model)]
     return names if all(has_running_mean(model.get_submodule(name)) for name in names) else None
 
 
 def scorers_known() -> list[str]:
-    """Scorers of the library that have a place in the benchmark, in the order of the paper."""
+    """Scorers of the library that the benchmark covers, in the order of the paper."""
     return [name for name in _TITLES if name in SCORERS]

@@ -1,4 +1,4 @@
-"""The scorer for ID data alone taken apart, for the ablation: its terms one by one, and on a part of the layers."""
+"""The terms of the ID-only scorer, on all layers or a third of them, for the ablation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuralmean.scorers.typicality import TERMS, TypicalityScorer
 
 
 class PartOfLayers(NeuralMean):
-    """The terms of the scorer, standardised, on a third of the watched layers in the order of the model.
+    """The standardised terms of the scorer on a third of the watched layers, in the order of the model.
 
     Args:
         third: 0, 1 or 2; None for all layers.

@@ -1,4 +1,4 @@
-"""What methods that perturb their input share: the step, and a few images of their own to tune it on."""
+"""Shared code of the methods that perturb their input: the step, and the validation images to tune it on."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from neuralmean.bench.models.evaluate import BATCH
 from neuralmean.models.execution import device_of
 from neuralmean.stats.metrics import evaluate
 
-VALIDATION = 100  # images of each kind that hyper-parameters are tuned on: few, as each takes dozens of passes
+VALIDATION = 100  # images of each kind to tune on; few, as each takes dozens of passes
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of a view, cut in two at random: some to tune on, the others to learn from."""
+    """Rows of a view, split at random: some to tune on, the rest to learn from."""
 
     validation: Rows
     rest: Rows
 
 
 def hold_out(count: int, *, seed: int, most: int = VALIDATION, share: float = 0.5) -> Parts:
-    """Set `share` of `count` rows apart for validation, at most `most` of them and at least one.
+    """Hold out a share of `count` rows for validation, at least one and at most `most`.
 
     Example:
         >>> parts = hold_out(10, seed=0, share=0.2)
@@ -42,7 +42,7 @@ def hold_out(count: int, *, seed: int, most: int = VALIDATION, share: float = 0.
 
 
 def batches_of(trained: TrainedModel, view: View, rows: Rows, size: int = BATCH) -> Iterator[Tensor]:
-    """Yield some images of a view, as the model expects them, on the model's device."""
+    """Yield images of a view, preprocessed, on the model's device."""
     pixels = view.pixels[rows]
     device = device_of(trained.model.modules())
     for start in range(0, len(pixels), size):
@@ -52,13 +52,13 @@ def batches_of(trained: TrainedModel, view: View, rows: Rows, size: int = BATCH)
 def signs(batch: Tensor, loss: Callable[[Tensor], Tensor], std: Sequence[float]) -> Tensor:
     r"""Sign of the gradient of a summed loss at each pixel, divided by the normalisation's scale.
 
-    Divided so that a step of :math:`\epsilon` is one of :math:`\epsilon` in images scaled to [0, 1], as in the code of
-    ODIN's authors.
+    After the division, a step of :math:`\epsilon` changes images scaled to [0, 1] by :math:`\epsilon`, as in the code
+    of ODIN's authors.
 
     Args:
         batch: Normalised images, shape (N, 3, H, W).
         loss: Maps the batch to one number per image, or to their sum.
-        std: What the normalisation divides by, per colour.
+        std: Standard deviation of the normalisation, per colour.
     """
     with torch.enable_grad():
         images = batch.detach().clone().requires_grad_()
@@ -67,6 +67,6 @@ def signs(batch: Tensor, loss: Callable[[Tensor], Tensor], std: Sequence[float])
 
 
 def quality(inliers: Tensor, outliers: Tensor) -> tuple[float, float]:
-    """How well scores tell two validation parts apart: TNR at 95 % TPR, as ODIN and Lee et al. tune; then AUROC."""
+    """Quality of scores on the validation parts: TNR at 95 % TPR, as in ODIN and Lee et al., then AUROC."""
     figures = evaluate(inliers.numpy(), outliers.numpy())
     return figures.tnr95, figures.auroc

@@ -6,12 +6,12 @@ from neuralmean.bench.baselines.adapter import ShapedFeature
 
 
 class React(ShapedFeature):
-    r"""Cuts the feature off at a percentile of the inliers' activations, then takes the energy.
+    r"""Clips the feature at a percentile of the inliers' activations, then takes the energy.
 
     .. math::
         s(x) = -\log \sum_k \exp f_k(\min(h(x), c))
 
-    :math:`c` is a percentile of the inliers' activations, chosen among OpenOOD's four.
+    :math:`c` is a percentile of the inliers' activations, one of OpenOOD's four values.
     """
 
     name = "react"

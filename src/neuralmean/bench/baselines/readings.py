@@ -1,4 +1,4 @@
-"""Ours-LR under the readings that the paper's text leaves open, for the experiment `readings`."""
+"""Ours-LR in every variant that the paper's text allows, for the experiment `readings`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Values = Literal["signed", "absolute"]
 
 
 class Reading(Method):
-    """A logistic regression on NMD, read off before or after the norm, standardised or not, signed or absolute.
+    """A logistic regression on NMD, read before or after the norm, standardised or not, signed or absolute.
 
-    After the norm, a channel's mean is an affine function of the mean before it, so that one recorded pass serves both.
+    A channel's mean after the norm is an affine function of the mean before it, so one recorded pass serves both.
 
     Args:
         place: Where the channel means are taken, relative to the batch norm.
@@ -69,7 +69,7 @@ class Reading(Method):
 
 
 def _norm_factor(model: nn.Module, names: list[str]) -> Tensor:
-    """Return what a batch norm multiplies the deviation from its running mean by, for every watched channel, (D,)."""
+    """Return the factor by which batch norm scales the deviation of each watched channel from its running mean, (D,)."""
     factors = []
     for name in names:
         norm = model.get_submodule(name)

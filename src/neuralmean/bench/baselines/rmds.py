@@ -11,13 +11,13 @@ from neuralmean.errors import NotFittedError
 
 
 class Rmds(Method):
-    r"""Scores an image by its distance from the nearest class, less its distance from all inliers together.
+    r"""Scores an image by its distance to the nearest class minus its distance to the distribution of all inliers.
 
     .. math::
         s(x) = \min_k (h - \mu_k)^\top \Sigma^{-1} (h - \mu_k) - (h - \mu_0)^\top \Sigma_0^{-1} (h - \mu_0)
 
-    :math:`\Sigma` is the covariance within classes, :math:`\Sigma_0` that of all inliers, both inverted in float64; in
-    directions without any variance (channels that are always 0) there is no distance.
+    :math:`\Sigma` is the covariance within classes and :math:`\Sigma_0` that of all inliers, both inverted in float64;
+    directions without variance (channels that are always 0) are ignored.
     """
 
     name = "rmds"
@@ -32,7 +32,7 @@ class Rmds(Method):
         self._all: Gaussians | None = None
 
     def fit(self, context: Context) -> None:
-        """Take class means and both covariances from the inliers."""
+        """Estimate class means and both covariances from the inliers."""
         feature, labels = context.inliers.feature, context.inliers.labels
         self._classes = Gaussians.of(feature, labels)
         self._all = Gaussians.of(feature, torch.zeros_like(labels))

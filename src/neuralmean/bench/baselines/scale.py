@@ -6,12 +6,12 @@ from neuralmean.bench.baselines.adapter import ShapedFeature
 
 
 class Scale(ShapedFeature):
-    r"""As ASH-S, but nothing is dropped: the whole feature is made larger.
+    r"""As ASH-S, but without dropping: the whole feature is scaled.
 
     .. math::
         s(x) = -\log \sum_k \exp f_k\left(h(x) \exp \frac{\sum_i h_i(x)}{\sum_{i \in top} h_i(x)}\right)
 
-    The share of activations that are not among the top is chosen among OpenOOD's seven; without OOD images it is 85 %, the
+    The share of activations outside the top is one of OpenOOD's seven values; without OOD images it is 85 %, the
     paper's choice.
     """
 

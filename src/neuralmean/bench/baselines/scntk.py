@@ -1,8 +1,8 @@
-"""The shift-invariant convolutional neural tangent kernel (Jia et al., ICML 2021), exactly, in ConvNet-4's shape.
+"""The shift-invariant convolutional neural tangent kernel (Jia et al., ICML 2021) of ConvNet-4, computed exactly.
 
-Written from the paper's abstract and what follows from it, as its code is not public: a kernel that is shift-invariant
-(a function of the difference of two patches) comes from periodic activations, whose dual is the Gaussian kernel. The
-paper approximates it by random features to be linear in the number of images; here it is exact, on a subset.
+Reconstructed from the paper's abstract, as its code is not public: a shift-invariant kernel (a function of the
+difference of two patches) comes from periodic activations, whose dual is the Gaussian kernel. The paper approximates it
+by random features to be linear in the number of images; here it is exact, on a subset of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Scntk(Cntk):
     .. math::
         s(x) = -\sum_i \kappa(x, x_i)
 
-    The kernel is that of ConvNet-4 with :math:`\sqrt 2 \cos(z + b)`, :math:`b` uniform, in the place of ReLU.
+    The kernel is that of ConvNet-4 with :math:`\sqrt 2 \cos(z + b)`, :math:`b` uniform, instead of ReLU.
     """
 
     name = "scntk"
@@ -32,7 +32,7 @@ class Scntk(Cntk):
 
 
 def cosine_dual(covariance: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Gaussian kernel of the difference, of value and derivative alike.
+    r"""Gaussian kernel of the difference, for both value and derivative.
 
     .. math::
         E[2 \cos(u + b) \cos(v + b)] = E[2 \sin(u + b) \sin(v + b)] = e^{-(\Sigma_{uu} + \Sigma_{vv} - 2 \Sigma_{uv})/2}

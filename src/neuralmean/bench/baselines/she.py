@@ -15,8 +15,8 @@ class She(Method):
     .. math::
         s(x) = -h(x)^\top S_{\hat k}, \quad S_k = \frac{1}{N_k} \sum_{y_i = \hat y_i = k} h(x_i)
 
-    A class without such an image gets the mean of all inliers; pytorch-ood refuses to fit then, which rules it out where a
-    class has one image.
+    A class without such an image gets the mean of all inliers. pytorch-ood raises in that case, so it cannot be used
+    with one image per class.
     """
 
     name = "she"
@@ -28,7 +28,7 @@ class She(Method):
         self._patterns: Tensor | None = None  # (K, F)
 
     def fit(self, context: Context) -> None:
-        """Average the features of each class."""
+        """Compute the mean feature of each class."""
         view = context.inliers
         feature, predicted = view.feature.double(), view.logits.argmax(dim=1)
         patterns = feature.mean(dim=0).repeat(view.logits.shape[1], 1)

@@ -1,7 +1,7 @@
-"""One method under one protocol: fit, score, measure, and keep the scores so that nothing is computed twice.
+"""One method under one protocol: fit, score, measure, and cache the scores.
 
-Kept scores belong to everything they depend on, the library's own source code included: an edit of any code that a fit
-can reach makes them unknown, while features, which cost the most, stay.
+The key of cached scores covers everything they depend on, including the library's source: editing any code that a fit
+can reach invalidates them, but not the features, which cost the most.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Scored:
 
 
 def fit_method(method: Method, trained: TrainedModel, draw: Draw, reader: Reader, scratch: Path | None = None) -> Cost:
-    """Fit `method` on what the protocol gives it and return the cost.
+    """Fit `method` on a draw and return the cost.
 
-    Only a `Draw` can be fitted on, a draw holds `FitSet`s, and a `FitSet` holds no test image.
+    A draw consists of `FitSet`s, which contain no test image.
     """
     with metered(trained.model) as watch:
 
@@ -78,15 +78,15 @@ def run_trial(
     *,
     cache: Path | None = None,
 ) -> list[Scored]:
-    """Fit a new method once and score every set of `judged`; what is in the cache is not computed again.
+    """Fit a new method once and score every set of `judged`, using the cache.
 
     Args:
-        make: Makes the method.
+        make: Creates the method.
         trained: The model.
-        draw: What to fit on.
+        draw: The data to fit on.
         judged: The sets to score.
-        reader: Where features come from.
-        cache: A folder to keep scores in; None keeps none.
+        reader: The source of the features.
+        cache: Folder of cached scores; None disables the cache.
     """
     method = make()
     paths = [None if cache is None else cache / f"{_key(method, trained, draw, one)}.npz" for one in judged]
@@ -109,9 +109,9 @@ def run_trial(
 
 
 def sources() -> list[Path]:
-    """The library's source files, less those that no fit reaches: commands, service, reports, experiments.
+    """The library's source files, except those that no fit reaches: commands, service, reports, experiments.
 
-    What methods train with (`bench/train`) is among them. A method must not be written in `bench/experiments`.
+    `bench/train`, with which methods train, is included. Methods must not be defined in `bench/experiments`.
     """
     root = Path(neuralmean.__file__).parent
     return [path for path in sorted(root.rglob("*.py")) if not path.relative_to(root).as_posix().startswith(_BESIDE)]
@@ -119,7 +119,7 @@ def sources() -> list[Path]:
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Digest of the source that scores depend on."""
+    """Digest of the source code that scores depend on."""
     root = Path(neuralmean.__file__).parent
     digest = hashlib.sha256()
     for path in sources():
@@ -128,7 +128,7 @@ def code_digest() -> str:
 
 
 def _own_source(method: Method) -> str | None:
-    """Return the source of a method of the user's own, so that an edit of it makes kept scores unknown."""
+    """Return the source of a user's method, so that editing it invalidates its cached scores."""
     import inspect
 
     kind = method.defined_by or type(method)
@@ -177,14 +177,14 @@ def _load(path: Path, shape: tuple[int, ...]) -> Scored | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as held:  # a zip file: every member carries a checksum
+        with np.load(path, allow_pickle=False) as held:  # a zip file, whose members have checksums
             scores, costs = held["scores"], json.loads(str(held["costs"]))
         if scores.shape != shape:
-            raise ValueError(f"{scores.shape} scores in the place of {shape}")
+            raise ValueError(f"{scores.shape} scores instead of {shape}")
         fit, score = (Cost(**cost) for cost in costs)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         warnings.warn(
-            f"The scores kept in {str(path)!r} are damaged ({error}): they are computed again.",
+            f"The scores cached in {str(path)!r} are damaged ({error}). They are computed again.",
             NeuralMeanWarning,
             stacklevel=3,
         )

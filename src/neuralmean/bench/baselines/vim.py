@@ -11,17 +11,17 @@ from neuralmean.errors import NotFittedError
 
 
 class Vim(Method):
-    r"""Scores an image by how much of its feature lies outside the inliers' principal space, and by its energy.
+    r"""Scores an image by the part of its feature outside the inliers' principal space, and by its energy.
 
     .. math::
         s(x) = \alpha \lVert h(x)^{P^\perp} \rVert - \log \sum_k \exp f_k(x)
 
-    Features are centred where the head's logits are all 0; :math:`\alpha` makes the first term of the inliers as large
-    as their largest logit. The principal space has the dimension that the authors take: 1,000 of at least 2,048, 512 of
-    at least 768, else half of the feature.
+    Features are centred at the point where all logits are 0; :math:`\alpha` scales the first term of the inliers to
+    their largest logit. The dimension of the principal space is the authors': 1,000 for at least 2,048 features, 512
+    for at least 768, otherwise half of them.
 
-    Own code, because pytorch-ood computes in float32: with channels that are 0 for every inlier, its residual is rounding
-    noise. Here everything is float64, and such channels are left out.
+    Not taken from pytorch-ood, which computes in float32: with channels that are 0 for every inlier, its residual is
+    rounding noise. This computes in float64 and drops such channels.
     """
 
     name = "vim"
@@ -36,7 +36,7 @@ class Vim(Method):
         self.alpha = 0.0
 
     def fit(self, context: Context) -> None:
-        """Find the principal space of the inliers' features, and the scale of what lies outside."""
+        """Compute the principal space of the inliers' features and the scale of the residual."""
         head = self._head = read_head(context.trained)
         feature = context.inliers.feature.double()
         self._alive = (feature != feature[0]).any(dim=0)

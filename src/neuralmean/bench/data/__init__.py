@@ -1,4 +1,4 @@
-"""The image sets of the paper: found on disk in the layouts people have, checked, downloaded, read."""
+"""The image sets of the paper: finds them on disk in the usual layouts, checks, downloads and reads them."""
 
 from neuralmean.bench.data.altered import ALTERATIONS, alter
 from neuralmean.bench.data.downloads import download, fetch, unpack

@@ -1,7 +1,7 @@
-"""Photos altered so that no network was trained on their like: edge sketches, strong blur, strong noise.
+"""Photos altered beyond any training data: edge sketches, strong blur, strong noise.
 
-OOD sets that need no download: the experiment `imagenet` makes them from its own in-distribution test photos, so that
-content and composition stay and only the appearance changes.
+These OOD sets need no download: the experiment `imagenet` makes them from its in-distribution test photos, so that only
+the appearance changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sketch(image: Pixels, rng: np.random.Generator) -> Pixels:
 
 
 def blur(image: Pixels, rng: np.random.Generator) -> Pixels:
-    """Return an image (H, W, 3) of which only blobs of colour are left."""
+    """Return an image (H, W, 3) blurred to blobs of colour."""
     radius = BLUR_SHARE * image.shape[0]
     return np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius)))
 
@@ -51,7 +51,7 @@ ALTERATIONS: dict[str, Callable[[Pixels, np.random.Generator], Pixels]] = {
 
 
 def alter(photos: ImageSet, name: str, *, seed: int = 0) -> ImageSet:
-    """Return a set of the same photos, altered.
+    """Return a set of altered photos.
 
     Args:
         photos: The photos.

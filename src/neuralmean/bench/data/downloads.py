@@ -1,7 +1,7 @@
 """Downloads the official files of a set: checked by their MD5 sums, resumed after an interruption, unpacked safely.
 
-A file is `<name>.part` until it is whole and its sum is right; an archive is unpacked next to its destination and moved there in
-one step. So whatever is under its own name is complete. Nothing that was there before is overwritten.
+A file is called `<name>.part` until it is complete and verified; an archive is unpacked next to its destination and
+moved there in one step. A file under its own name is therefore always complete. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from neuralmean.errors import ArtefactError, InputError
 CHUNK = 1 << 18
 MAX_BYTES = 4 << 30  # far above the largest release (DTD: 0.6 GB packed)
 MAX_MEMBERS = 200_000
-Progress = Callable[[int, "int | None"], None]  # bytes here, bytes in all if known
+Progress = Callable[[int, "int | None"], None]  # bytes received, total bytes if known
 
 
 def download(name: str, root: Path | str, *, progress: Progress | None = None) -> list[Path]:
-    """Download the official files of a set into `root`, as far as they are not there.
+    """Download the missing official files of a set into `root`.
 
     Args:
         name: A set of the paper.
-        root: The data folder; made if it is not there.
-        progress: Called with the number of bytes that are here and that there are.
+        root: The data folder, created if needed.
+        progress: Called with the number of bytes received and the total.
 
     Returns:
-        What is now there: one path per split.
+        The files: one path per split.
     """
     found = dataset(name)
     root = Path(root)
@@ -51,26 +51,26 @@ def download(name: str, root: Path | str, *, progress: Progress | None = None) -
             fetch(source.url, target, md5=source.md5, progress=progress)
         elif md5_of(target) != source.md5:
             raise ArtefactError(
-                f"Expected {target.name} to be the official file, but its MD5 sum is another. Remove it and try again."
+                f"Expected {target.name} to be the official file, but its MD5 sum differs. Remove it and try again."
             )
         if source.filename.endswith(".tar.gz"):
             unpack(target, root)
             target.unlink()
     wrong = [entry for entry in find(root, only=[found.name]) if not entry.ok]
     if wrong:
-        raise ArtefactError(f"Expected {found.name!r} to be whole after the download, but got: {wrong[0].check}.")
+        raise ArtefactError(f"Expected {found.name!r} to be complete after the download, but got: {wrong[0].check}.")
     return [located.path for split in found.counts if (located := locate(found.name, split, root)) is not None]
 
 
 def fetch(url: str, target: Path, *, md5: str, progress: Progress | None = None, timeout: float = 30.0) -> Path:
-    """Download one file, going on where an earlier attempt stopped.
+    """Download one file, resuming an earlier attempt.
 
     Args:
         url: An http or https address.
-        target: Where the file goes, once it is whole and its sum is right.
-        md5: The MD5 sum it must have.
-        progress: Called with the number of bytes that are here and that there are.
-        timeout: Seconds without an answer after which the attempt ends.
+        target: Path of the file once it is complete and verified.
+        md5: The expected MD5 sum.
+        progress: Called with the number of bytes received and the total.
+        timeout: Seconds to wait for a response.
     """
     if not url.startswith(("http://", "https://")):
         raise InputError(f"Expected an http or https address, but got {url!r}.")
@@ -85,7 +85,7 @@ def fetch(url: str, target: Path, *, md5: str, progress: Progress | None = None,
             reason = "the connection ended early"
         if whole:
             break
-        # As long as an attempt brings bytes, the next one may bring the rest.
+        # An attempt that received something is worth another one.
         if not part.exists() or part.stat().st_size <= before:
             raise ArtefactError(
                 f"Expected to download {url}, but got {reason}. What is here is kept: try again later to go on, or "
@@ -103,7 +103,7 @@ def fetch(url: str, target: Path, *, md5: str, progress: Progress | None = None,
 
 
 def _receive(url: str, part: Path, progress: Progress | None, timeout: float) -> bool:
-    """Append what is missing of `url` to `part`; return whether the server sent all that it said it would."""
+    """Append the missing bytes of `url` to `part`; return whether the server sent as many as it announced."""
     start = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"User-Agent": "neuralmean", "Accept-Encoding": "identity"})
     if start:
@@ -112,7 +112,7 @@ def _receive(url: str, part: Path, progress: Progress | None, timeout: float) ->
         answer = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        # Nothing lies beyond the part: it is whole, or of another file, which its sum will tell.
+        # There is nothing after the part: either it is complete, or the check of its sum will fail.
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and start:
             return True
         raise
@@ -138,10 +138,10 @@ def _receive(url: str, part: Path, progress: Progress | None, timeout: float) ->
 
 
 def unpack(archive: Path, root: Path, *, max_bytes: int = MAX_BYTES) -> list[Path]:
-    """Unpack a tar archive into `root`: plain files and folders only, none outside, bounded in size, all or nothing.
+    """Unpack a tar archive into `root`, atomically: plain files and folders only, inside `root`, of bounded size.
 
     Returns:
-        The archive's top-level files and folders, in their places.
+        The unpacked top-level files and folders.
     """
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=root) as scratch:
         try:
@@ -149,7 +149,7 @@ def unpack(archive: Path, root: Path, *, max_bytes: int = MAX_BYTES) -> list[Pat
         except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
             raise ArtefactError(
                 f"Expected {archive.name} to be a tar archive, but it is damaged ({type(error).__name__}: {error}). "
-                "Remove it and get it anew."
+                "Remove it and download it again."
             ) from error
         entries = sorted(Path(scratch).iterdir())
         for entry in entries:
@@ -186,7 +186,7 @@ def _extract(archive: Path, folder: Path, max_bytes: int) -> None:
 
 
 def _safe_path(member: tarfile.TarInfo, archive: Path) -> PurePosixPath:
-    """Return the member's path below the folder, or raise where it leads elsewhere or is no plain file."""
+    """Return the member's path below the folder, or raise if it leads elsewhere or is not a plain file."""
     path = PurePosixPath(member.name)
     outside = path.is_absolute() or ".." in path.parts or "\\" in member.name or ":" in member.name
     if outside or not (member.isreg() or member.isdir()):

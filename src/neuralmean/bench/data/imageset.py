@@ -1,7 +1,7 @@
-"""What a set of images is, once read: pixels, labels, name, split, and a digest of it all.
+"""A set of images in memory: pixels, labels, name, split and digest.
 
-Also how images of other sizes become 32 x 32. Every set goes through this file, so ID and OOD images differ in nothing but
-what they show. Resizing to a model's own input size and normalisation happen in `models.trained`.
+Also resizes images to 32 x 32. All sets are resized here, so that ID and OOD images differ only in content. Resizing to
+a model's input size and normalisation happen in `models.trained`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Fit = Literal["resize", "crop", "keep"]
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images (N, H, W, 3) uint8 with their labels (N,) int64, where there are any.
+    """Images (N, H, W, 3) uint8 with optional labels (N,) int64.
 
-    `digest` covers pixels and labels: two sets with the same digest hold the same images in the same order. Compare it;
-    the sets themselves are equal only to themselves.
+    `digest` covers pixels and labels: two sets with the same digest hold the same images in the same order. Compare
+        digests, as `==` compares identity.
     """
 
     images: npt.NDArray[np.uint8]
@@ -39,7 +39,7 @@ class ImageSet:
     def of(
         cls, images: npt.NDArray[np.uint8], labels: npt.NDArray[np.integer] | None, *, name: str, split: str
     ) -> ImageSet:
-        """Check the arrays and take their digest."""
+        """Check the arrays and compute their digest."""
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
             raise InputError(
                 f"Expected {name!r} to be uint8 images of shape (N, H, W, 3), but got {images.dtype} {images.shape}."
@@ -56,14 +56,14 @@ class ImageSet:
         return len(self.images)
 
     def take(self, rows: npt.NDArray[np.integer] | slice) -> ImageSet:
-        """Return the set of some of the rows, in the given order."""
+        """Return some rows as a set, in the given order."""
         labels = None if self.labels is None else self.labels[rows]
         return ImageSet.of(self.images[rows], labels, name=self.name, split=self.split)
 
     def limit(self, n: int, *, seed: int = 0) -> ImageSet:
-        """Return `n` images drawn without replacement, in their old order; all of them where there are no more.
+        """Return `n` images drawn without replacement, in their original order, or all of them if there are no more.
 
-        Drawn, not the first ones: some copies of the sets are ordered by class.
+        Not the first ones, as some copies of the sets are ordered by class.
         """
         if n < 1:
             raise InputError(f"Expected `n` to be at least 1, but got {n!r}.")
@@ -81,13 +81,13 @@ def _digest(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.int64] | None)
 
 
 def fit_image(image: Image.Image, fit: Fit | Preprocessing) -> npt.NDArray[np.uint8]:
-    """Turn one picture into (32, 32, 3): RGB, scaled or cropped to the centre.
+    """Convert one picture to RGB (32, 32, 3), scaled or centre-cropped.
 
     Args:
         image: Any picture.
-        fit: `"resize"` scales the shorter side to 32 (bilinear, as torchvision's `Resize` on pictures does) and cuts
-            out the centre; `"crop"` cuts the centre out of the unscaled picture, and scales only one that is smaller;
-            `"keep"` leaves the size alone. `Preprocessing` makes it what a model expects.
+        fit: `"resize"` scales the shorter side to 32 (bilinear, like torchvision's `Resize`) and crops the centre;
+            `"crop"` crops the centre of the unscaled picture, and scales only smaller ones; `"keep"` keeps the size,
+            which `Preprocessing` changes to what a model expects.
     """
     if isinstance(fit, Preprocessing):
         return fit.pixels(image)
@@ -97,7 +97,7 @@ def fit_image(image: Image.Image, fit: Fit | Preprocessing) -> npt.NDArray[np.ui
     if fit != "keep" and (width, height) != (SIZE, SIZE):
         shorter = min(width, height)
         if fit == "resize" or shorter < SIZE:
-            # Whole numbers, rounded down, never below 32: as torchvision rounds.
+            # Rounded down, but at least 32, as in torchvision.
             width, height = (max(SIZE, SIZE * side // shorter) for side in (width, height))
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         left, top = round((width - SIZE) / 2), round((height - SIZE) / 2)
@@ -106,7 +106,7 @@ def fit_image(image: Image.Image, fit: Fit | Preprocessing) -> npt.NDArray[np.ui
 
 
 def fit_images(images: npt.NDArray[np.uint8], fit: Fit | Preprocessing) -> npt.NDArray[np.uint8]:
-    """Turn images (N, H, W, 3) into (N, 32, 32, 3); arrays for larger models, or to be kept, stay as they are."""
+    """Convert images (N, H, W, 3) to (N, 32, 32, 3), unless `fit` says to keep their size."""
     if fit == "keep" or isinstance(fit, Preprocessing) or images.shape[1:3] == (SIZE, SIZE):
         return images
     return np.stack([fit_image(Image.fromarray(image), fit) for image in images])

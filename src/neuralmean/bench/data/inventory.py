@@ -1,7 +1,7 @@
-"""Finds the paper's sets under a data folder, in whichever layout they are kept, and loads them.
+"""Finds the paper's sets in a data folder, in any known layout, and loads them.
 
-A set lies in the data folder itself, in a folder with one of its names, or in such a folder within such a folder
-(`isun/iSUN/iSUN_patches`). Nothing is written and nothing is downloaded here.
+The files of a set may be in the data folder itself, in a folder with one of its names, or in such a folder nested in
+another (`isun/iSUN/iSUN_patches`). Nothing is written or downloaded here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from neuralmean.errors import ArtefactError, InputError, MissingExtraError
 
 @dataclass(frozen=True)
 class Located:
-    """Where one split of a set lies, and how it is kept."""
+    """Location and format of one split of a set."""
 
     dataset: DataSet
     split: Split
@@ -30,7 +30,7 @@ class Located:
 
     @property
     def path(self) -> Path:
-        """The file or folder; for several files, the folder that they are in."""
+        """The file or folder; for several files, their folder."""
         return self.paths[0] if len(self.paths) == 1 else self.paths[0].parent
 
 
@@ -51,20 +51,20 @@ class Entry:
 
 
 def load(name: str, split: str, root: Path | str, *, rules: Preprocessing | None = None) -> ImageSet:
-    """Read one split of a set from wherever it lies under `root`.
+    """Load one split of a set from `root`.
 
     Args:
-        name: A set of the paper, one of `names()` or another usual name.
-        split: `"train"` or `"test"`; sets that have no parts are all `"test"`.
+        name: A set of the paper, by its name in `names()` or another common name.
+        split: `"train"` or `"test"`; sets without splits are `"test"`.
         root: The data folder.
-        rules: How pictures in folders become a model's input; None makes them 32 x 32, unless the set keeps its size.
+        rules: Preprocessing of pictures in folders; None makes them 32 x 32, unless the set keeps its size.
     """
     found = dataset(name)
     part = check_split(found, split)
     located = locate(name, part, root)
     if located is None:
         raise InputError(
-            f"Expected the {part} part of {found.name!r} in {str(root)!r}, but it is not there. {_how(found, part)}"
+            f"Expected the {part} split of {found.name!r} in {str(root)!r}, but it is missing. {_how(found, part)}"
         )
     images, labels = located.format.read(located.paths, rules or found.fit)
     return ImageSet.of(images, labels, name=found.name, split=part)
@@ -78,14 +78,14 @@ def read(
     fit: Fit = "resize",
     rules: Preprocessing | None = None,
 ) -> ImageSet:
-    """Read images that are no set of the paper: an `.npz` or `.npy` file, or a folder of pictures.
+    """Read images of your own: an `.npz` or `.npy` file, or a folder of pictures.
 
     Args:
         path: The file or folder.
-        name: What to call it; the file's stem if not given.
-        split: What part of a set it is.
-        fit: How pictures of other sizes become 32 x 32.
-        rules: How they become a model's input instead.
+        name: Name of the set; None takes the file's stem.
+        split: The split.
+        fit: How to make pictures 32 x 32.
+        rules: Preprocessing to use instead of `fit`.
     """
     path = Path(path)
     formats = {".npz": NPZ, ".npy": NPY}
@@ -101,7 +101,7 @@ def read(
 
 
 def locate(name: str, split: str, root: Path | str) -> Located | None:
-    """Return where one split of a set lies under `root`, or None."""
+    """Return the location of one split of a set below `root`, or None."""
     found = dataset(name)
     part = check_split(found, split)
     root = Path(root)
@@ -119,11 +119,11 @@ def locate(name: str, split: str, root: Path | str) -> Located | None:
 
 
 def find(root: Path | str, *, only: Sequence[str] | None = None) -> list[Entry]:
-    """Take stock of a data folder: every split of every set, what was found, whether it is whole, how to get the rest.
+    """List every split of every set: whether it was found, whether it is complete, and how to get it.
 
     Args:
         root: The data folder.
-        only: Sets to look for; all of them if not given.
+        only: Sets to look for; None for all.
     """
     wanted = map(dataset, names() if only is None else only)
     return [_entry(found, split, root) for found in wanted for split in found.counts]
@@ -166,7 +166,7 @@ def md5_of(path: Path) -> str:
 
 
 def _folders(root: Path, found: DataSet) -> Iterator[tuple[Path, bool]]:
-    """Folders in which the set may lie, and whether they carry one of its names."""
+    """Folders that may contain the set, and whether they have one of its names."""
     known = {found.name, *found.folders}
     yield root, root.name in known
     for folder in _subfolders(root, known):
@@ -181,13 +181,13 @@ def _subfolders(folder: Path, known: set[str]) -> list[Path]:
 
 def _present(layout: Layout, paths: Sequence[Path]) -> bool:
     if layout.format in (FOLDER, NAMED_PICTURES):
-        # Pictures next to a set.json are sheets of many images, not images.
+        # Pictures next to a set.json are sheets of many images each.
         return paths[0].is_dir() and not (paths[0] / "set.json").exists() and bool(list_pictures(paths[0]))
     return all(path.is_file() for path in paths)
 
 
 def _how(found: DataSet, split: Split) -> str:
-    """Return what to do about a set that is not there."""
+    """Return how to get a missing set."""
     stem = f"{found.name}-{split}.npz"
     if not found.sources:
         return f"Get it from {found.page}, or put {stem} there: {found.name!r} has no public file to download."

@@ -1,8 +1,8 @@
-"""Reads CIFAR's python batches without running what a pickle may ask to run.
+"""Reads CIFAR's python batches without executing anything a pickle may contain.
 
-A pickle is a program that may call anything it can name. CIFAR's batches name three things: `_reconstruct`, `ndarray` and
-`dtype` of numpy. Here these names lead to small stand-ins that know plain arrays of bytes and whole numbers, and every
-other name is refused before anything is called. Numpy's own unpickling is never reached.
+A pickle is a program that may call anything it can name. CIFAR's batches name numpy's `_reconstruct`, `ndarray` and
+`dtype`. Here these names resolve to minimal replacements that support plain arrays of bytes and integers; every other
+name is rejected before anything is called. Numpy's own unpickling is never used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _DTYPES = {"u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"}
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle refers to something that a batch of images does not need."""
+    """The pickle refers to a name that a batch of images does not need."""
 
 
 class _Dtype:
-    """Stand-in for `numpy.dtype(code, align, copy)`."""
+    """Replacement for `numpy.dtype(code, align, copy)`."""
 
     def __init__(self, code: object, *flags: object) -> None:
         text = code.decode("latin-1") if isinstance(code, bytes) else code
@@ -41,7 +41,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stand-in for `numpy.ndarray`, filled by `__setstate__((version, shape, dtype, fortran, bytes))`."""
+    """Replacement for `numpy.ndarray`, set by `__setstate__((version, shape, dtype, fortran, bytes))`."""
 
     def __init__(self) -> None:
         self.array: npt.NDArray[Any] | None = None
@@ -60,7 +60,7 @@ def _reconstruct(*args: object) -> _Array:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Stand-in for `_codecs.encode`, which old protocols of Python 3 use for bytes."""
+    """Replacement for `_codecs.encode`, which old protocols of Python 3 use for bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise _Refused(f"the encoding {encoding!r}")
     return text.encode("latin-1")
@@ -77,14 +77,14 @@ _ALLOWED = {
 
 class _BatchUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of an allowed name."""
+        """Return the replacement of an allowed name."""
         try:
             return _ALLOWED[module, name]
         except KeyError:
             raise _Refused(f"{module}.{name}") from None
 
     def persistent_load(self, pid: object) -> Any:
-        """Refuse references to something outside the file."""
+        """Reject references to objects outside the file."""
         raise _Refused(f"a persistent object {pid!r}")
 
 
@@ -98,7 +98,7 @@ def read_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]
         with path.open("rb") as handle:
             content = _BatchUnpickler(handle, encoding="latin-1").load()
         if not isinstance(content, dict):
-            raise TypeError(f"a {type(content).__name__} in place of a dict")
+            raise TypeError(f"a {type(content).__name__} instead of a dict")
         fields = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in content.items()}
         labels = np.asarray(fields["labels" if "labels" in fields else "fine_labels"])
         pixels = fields["data"].array
@@ -108,13 +108,13 @@ def read_batch(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]
     except _Refused as error:
         raise ArtefactError(
             f"Expected {path.name} to hold nothing but arrays, but it refers to {error}. "
-            "It is not CIFAR's own file and nothing of it was run; download the set anew."
+            "It is not CIFAR's own file and nothing of it was executed; download the set again."
         ) from None
-    # A damaged pickle fails in as many ways as there are opcodes.
+    # A damaged pickle can raise almost anything.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ArtefactError(
             f"Expected {path.name} to be one of CIFAR's python batches, but it is damaged ({reason}). "
-            "Remove it and download the set anew."
+            "Remove it and download the set again."
         ) from error
     return images, labels.astype(np.int64)

@@ -1,7 +1,7 @@
-"""Readers of the formats in which people keep images: arrays, CIFAR's batches, SVHN's `.mat`, folders of pictures.
+"""Readers of image formats: arrays, CIFAR's batches, SVHN's `.mat`, folders of pictures.
 
-A reader takes paths and returns images (N, 32, 32, 3) with labels, if there are any; it is independent of set names.
-Each has a counter that reads headers or names only. A file that cannot be read is one `ArtefactError`.
+A reader takes paths and returns images (N, 32, 32, 3) with labels, if there are any. Each reader comes with a counter
+that reads only headers or names. A file that cannot be read raises `ArtefactError`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Resizing = Fit | Preprocessing
 Pictures = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64] | None]
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp", ".gif", ".tif", ".tiff"})
 _PIXELS = SIZE * SIZE * 3
-MOST_PICTURES = 50_000  # of one part of a set: more are drawn from
+MOST_PICTURES = 50_000  # of one split; of more, a random subset is read
 MOST_IN_MEMORY = 1 << 31  # bytes
-# What numpy, zipfile and Pillow raise on damaged or hostile files; a header may also claim more than fits in memory.
+# Raised by numpy, zipfile and Pillow on damaged or hostile files; a header may also claim more than fits in memory.
 _ARRAY_ERRORS = (ValueError, OSError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error)
 _PICTURE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, MemoryError, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to keep images on disk: its name for people, its reader, and its counter."""
+    """One format of images on disk: its display name, its reader and its counter."""
 
     label: str
     read: Callable[[Sequence[Path], Resizing], Pictures]
@@ -50,10 +50,10 @@ class Format:
 
 
 def _read_npz(paths: Sequence[Path], fit: Resizing) -> Pictures:
-    """Images and, if there, labels of an `.npz` file."""
+    """Images and labels, if any, of an `.npz` file."""
     path = paths[0]
     try:
-        # Opened here, since numpy leaves a file open that turns out to be no archive.
+        # Opened here, as numpy leaves files open that are not archives.
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as held:
             if "images" not in held:
                 raise _wrong(path, "an array `images`", f"only {sorted(held)}")
@@ -69,7 +69,7 @@ def _read_npz(paths: Sequence[Path], fit: Resizing) -> Pictures:
 
 
 def _count_npz(paths: Sequence[Path]) -> int:
-    """Images of an `.npz` file, read off the array's header."""
+    """Number of images of an `.npz` file, from the array's header."""
     path = paths[0]
     try:
         with zipfile.ZipFile(path) as archive, archive.open("images.npy") as member:
@@ -98,7 +98,7 @@ def _count_npy(paths: Sequence[Path]) -> int:
 
 
 def _rows(handle: Any, size: int) -> int:
-    """Length of the array whose header `handle` starts with and that takes `size` bytes in all."""
+    """Length of the array in a stream of `size` bytes that starts with its header."""
     version = np.lib.format.read_magic(handle)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(handle)
@@ -176,7 +176,7 @@ def _count_svhn(paths: Sequence[Path]) -> int:
 
 
 def _read_folder(paths: Sequence[Path], fit: Resizing) -> Pictures:
-    """All pictures under a folder, by path; labels are its subfolders, where there are two or more."""
+    """All pictures in a folder, sorted by path; with two or more subfolders, these are the labels."""
     folder = paths[0]
     files = list_pictures(folder)
     if not files:
@@ -198,21 +198,21 @@ def _read_pictures(files: Sequence[Path], fit: Resizing) -> npt.NDArray[np.uint8
 
 
 def _room(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Return an array in memory, or in a temporary file that goes with it where it is large."""
+    """Return an empty array, in memory or, if it is large, in a temporary file that is deleted with it."""
     if math.prod(shape) <= MOST_IN_MEMORY:
         return np.empty(shape, np.uint8)
-    with tempfile.TemporaryFile() as handle:  # the map keeps the file, which has no name any more
+    with tempfile.TemporaryFile() as handle:  # the map keeps the unlinked file alive
         return np.memmap(handle, np.uint8, "w+", shape=shape)
 
 
 def _read_image_list(paths: Sequence[Path], fit: Resizing) -> Pictures:
-    """Pictures that a list of OpenOOD names, `folder/file.jpg label` a line, below the folders of its data."""
+    """Pictures named by a list of OpenOOD, one `folder/file.jpg label` per line."""
     files, labels = _image_list(paths[0])
     return _read_pictures(files, fit), labels
 
 
 def _image_list(path: Path) -> tuple[list[Path], npt.NDArray[np.int64] | None]:
-    """Return the pictures of a list and their labels, None for OOD sets, whose labels are -1."""
+    """Return the pictures of a list and their labels; None for OOD sets, whose labels are -1."""
     root = path.parent.parent.parent  # DATA/benchmark_imglist/imagenet/test_ninco.txt
     bases = [folder for name in ("images_largescale", "images_classic", ".") if (folder := root / name).is_dir()]
     files, labels = [], []
@@ -234,7 +234,7 @@ def _count_image_list(paths: Sequence[Path]) -> int:
 
 
 def _draw(files: Sequence[Path]) -> npt.NDArray[np.int64]:
-    """Return the rows to read: all, or a fixed draw of so many that they can be kept (ImageNet's train part)."""
+    """Return the rows to read: all, or a fixed draw if there are too many (ImageNet's train split)."""
     if len(files) <= MOST_PICTURES:
         return np.arange(len(files))
     return np.sort(np.random.default_rng(0).permutation(len(files))[:MOST_PICTURES])
@@ -250,7 +250,7 @@ def _read_named_pictures(paths: Sequence[Path], fit: Resizing) -> Pictures:
 
 
 def _read_idx(paths: Sequence[Path], fit: Resizing) -> Pictures:
-    """Images and labels in the IDX files of MNIST, plain or gzipped; grey becomes RGB."""
+    """Images and labels in the IDX files of MNIST, plain or gzipped, converted from grey to RGB."""
     arrays = [_idx(path) for path in paths]
     images, labels = arrays[0], arrays[1].astype(np.int64)
     if images.ndim != 3 or labels.shape != (len(images),):
@@ -263,7 +263,7 @@ def _idx(path: Path) -> npt.NDArray[np.uint8]:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         if content[:3] != b"\0\0\x08" or not 1 <= content[3] <= 4:
-            raise ValueError("the file does not start as an IDX file of bytes does")
+            raise ValueError("the file has no IDX header")
         start = 4 + 4 * content[3]
         shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
         return np.frombuffer(content[start:], np.uint8).reshape(shape)
@@ -300,7 +300,7 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """Pictures under a folder, at any depth, sorted by path; hidden files and folders are left out."""
+    """Pictures in a folder, at any depth, sorted by path, without hidden files and folders."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -315,7 +315,7 @@ def _count_folder(paths: Sequence[Path]) -> int:
 
 
 def _read_sheets(paths: Sequence[Path], fit: Resizing) -> Pictures:
-    """Sheets of 32 x 32 tiles with a `set.json` with the count, the labels and the SHA-256 of the pixels."""
+    """Sheets of 32 x 32 tiles with a `set.json` of the count, the labels and the SHA-256 of the pixels."""
     about = _about(paths[0])
     tiles = []
     for path in sorted(paths[0].parent.glob("*.webp")):
@@ -348,13 +348,15 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _wrong(path: Path, expected: str, got: str) -> ArtefactError:
-    return ArtefactError(f"Expected {path.name} to hold {expected}, but got {got}. Check the file, or get it anew.")
+    return ArtefactError(
+        f"Expected {path.name} to hold {expected}, but got {got}. Check the file, or download it again."
+    )
 
 
 def _damaged(path: Path, error: BaseException) -> ArtefactError:
     reason = f"{type(error).__name__}: {error}"
     return ArtefactError(
-        f"Expected {path.name} to be readable, but it is damaged ({reason}). Remove it and get it anew."
+        f"Expected {path.name} to be readable, but it is damaged ({reason}). Remove it and download it again."
     )
 
 

@@ -1,6 +1,6 @@
-"""The sets that the paper uses: their names, official counts, the layouts in which people keep them, where to get them.
+"""The sets that the paper uses: names, official counts, usual layouts, download addresses.
 
-Data only: no file is opened here. `<set>` and `<split>` stand for themselves in a layout's file names.
+No file is opened here. `<set>` and `<split>` are placeholders in a layout's file names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Split = Literal["train", "test"]
 class Layout:
     """Files that make up one split, relative to the data folder or to a folder with one of the set's names.
 
-    `md5` has one sum per file where the official files are known. `named` requires a folder with the set's name.
+    `md5` has one sum per file, if the official files are known. `named` requires a folder with the set's name.
     """
 
     format: Format
@@ -46,7 +46,7 @@ class Layout:
 class Source:
     """One file of an official release and its MD5 sum; an archive is unpacked.
 
-    `split` is the part of the set that it holds, None if all of them.
+    `split` is the split that the file contains; None for all splits.
     """
 
     url: str
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def filename(self) -> str:
-        """Name under which the file is kept."""
+        """Name of the downloaded file."""
         return self.url.partition("?")[0].rpartition("/")[2]
 
 
@@ -64,8 +64,8 @@ class DataSet:
     """One set of the paper."""
 
     name: str
-    title: str  # as the paper writes it
-    folders: tuple[str, ...]  # names of folders that hold it, besides `name`
+    title: str  # the name in the paper
+    folders: tuple[str, ...]  # folder names besides `name`
     counts: dict[Split, int]  # official number of images per split
     layouts: dict[Split, tuple[Layout, ...]] = field(default_factory=dict)
     sources: tuple[Source, ...] = ()
@@ -74,7 +74,7 @@ class DataSet:
     page: str = ""
 
     def layouts_of(self, split: Split) -> tuple[Layout, ...]:
-        """Layouts of a split, the one to be preferred first."""
+        """Layouts of a split, in order of preference."""
         stems = [f"{self.name}-{split}", f"{self.name}_{split}"]
         if len(self.counts) == 1:
             stems.append(self.name)
@@ -188,12 +188,12 @@ def _mnist(name: str, title: str, folders: tuple[str, ...], page: str) -> DataSe
 
 
 def _listed(benchmark: str, file: str) -> Layout:
-    """Where OpenOOD keeps the list of a set's pictures."""
+    """Path of OpenOOD's list of a set's pictures."""
     return Layout(IMAGE_LIST, (f"benchmark_imglist/{benchmark}/{file}.txt",))
 
 
 def _imagenet(name: str, title: str, benchmark: str, counts: tuple[int, int]) -> DataSet:
-    """ImageNet itself, as OpenOOD lists it (45,000 of the validation photos to judge by) or in folders of classes."""
+    """ImageNet, as listed by OpenOOD (45,000 validation photos to test on) or in one folder per class."""
     return DataSet(
         name=name,
         title=title,
@@ -208,7 +208,7 @@ def _imagenet(name: str, title: str, benchmark: str, counts: tuple[int, int]) ->
 
 
 def _openood(name: str, title: str, count: int, folders: tuple[str, ...], page: str) -> DataSet:
-    """An OOD set of OpenOOD's ImageNet benchmarks: a list of pictures, or a folder of them."""
+    """An OOD set of OpenOOD's ImageNet benchmarks, as a list or a folder of pictures."""
     file = f"test_{name.replace('-', '_')}"
     layouts = (_listed("imagenet", file), _listed("imagenet200", file))
     return DataSet(name, title, folders, {"test": count}, {"test": layouts}, page=page)
@@ -267,7 +267,7 @@ _SETS = (
         name="textures",
         title="Texture",
         folders=("dtd", "DTD", "Textures", "texture", "Texture"),
-        # Papers on OOD detection take all of DTD; its own splits into thirds are for texture recognition.
+        # Papers on OOD detection use all of DTD; its own splits are for texture recognition.
         counts={"test": 5_640},
         layouts={"test": (Layout(FOLDER, ("images",), named=True), _listed("imagenet", "test_textures"))},
         sources=(
@@ -314,9 +314,9 @@ def names() -> list[str]:
 
 
 def dataset(name: str) -> DataSet:
-    """Look a set up by its name or by another usual one.
+    """Look up a set by its name or another common name.
 
-    The paper's "ImageNet-C" and "ImageNet-R" are not among them: today these mean corrupted and rendered images.
+    The paper's names "ImageNet-C" and "ImageNet-R" are not accepted: today they mean corrupted and rendered images.
 
     Example:
         >>> dataset("TinyImageNet-crop").name, dataset("CIFAR-10").name
@@ -332,7 +332,7 @@ def dataset(name: str) -> DataSet:
 
 
 def check_split(found: DataSet, split: str) -> Split:
-    """Return `split`, or raise where the set has no such part."""
+    """Return `split`, or raise if the set has no such split."""
     for known in found.counts:
         if split == known:
             return known

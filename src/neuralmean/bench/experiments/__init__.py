@@ -1,6 +1,6 @@
-"""The paper's tables and figures as experiments, by name: what each needs, whether it is here, and how to run it.
+"""The paper's tables and figures as experiments, by name: which can be run here, and how to run them.
 
-To add one (an ablation, say), write a file with a subclass of `Experiment` and list it in `_EXPERIMENTS`.
+To add an experiment, write a subclass of `Experiment` in a file of its own and list it in `_EXPERIMENTS`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _EXPERIMENTS: dict[str, Experiment] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether an experiment can be run with what is here.
+    """Whether an experiment can be run with the available data and weights.
 
     Attributes:
         name: Name of the experiment.
-        title: One line on it.
+        title: One line about the experiment.
         reference: The part of the paper that it reproduces.
-        ready: The cases that can be run, such as "ResNet-56 on CIFAR-10".
-        missing: What the paper's other cases would need.
+        ready: Cases that can be run, such as "ResNet-56 on CIFAR-10".
+        missing: What the paper's other cases still need.
     """
 
     name: str
@@ -86,19 +86,19 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Experiment:
-    """Look an experiment up by its name."""
+    """Look up an experiment by its name."""
     if name not in _EXPERIMENTS:
         raise InputError(f"Expected the name of an experiment, but got {name!r}. {suggestion(name, _EXPERIMENTS)}")
     return _EXPERIMENTS[name]
 
 
 def available(data_root: Path | str, weights_root: Path | str) -> list[Availability]:
-    """Say for every experiment what can be run with the data and weights in two folders, and what is missing."""
+    """Return for every experiment what can be run with the given data and weights, and what is missing."""
     inputs = Inputs(data_root, weights_root)
     found = []
     for experiment in _EXPERIMENTS.values():
         ready = experiment.runnable(inputs)
-        lacks: dict[str, None] = {}  # a set that keeps its order
+        lacks: dict[str, None] = {}  # a set that preserves order
         for case in experiment.cases:
             lacks.update(dict.fromkeys(case.missing(inputs)))
             lacks.update(dict.fromkeys(f"data {name}" for name in case.oods if not inputs.has_set(name)))
@@ -125,30 +125,30 @@ def run(
     jobs: int = 1,
     announce: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Run experiments and add their rows to a results file; rows that are already there are not computed again.
+    """Run experiments and add their rows to a results file; existing rows are not computed again.
 
     Args:
-        names: Experiments; None for all that data and weights allow.
-        out: The results file, written anew after every fit.
-        data: Folder of the image sets; need not exist where `oods` has some.
-        weights: Folder of the weights; need not exist where `models` has specs.
-        cache: Folder of features and scores; None puts it next to `out`.
-        limit: At most so many images of every set, for a quick look.
+        names: Experiments; None for all that can be run.
+        out: The results file, updated after every fit.
+        data: Folder of the image sets; optional if `oods` is given.
+        weights: Folder of the weights; optional if `models` has specs.
+        cache: Folder of cached features and scores; None creates one next to `out`.
+        limit: Maximum number of images of each set, for a quick run.
         seed: Seed of draws and fits.
-        methods: Methods to run; None for all that an experiment compares, `["quick"]` for those without fine-tuning.
-        models: Models to run, all if empty: names of architectures or installed models, or specs such as
+        methods: Methods to run; None for all that the experiment compares, `["quick"]` for those without fine-tuning.
+        models: Models to run; all if empty. Names of architectures or installed models, or specs such as
             `timm:resnet50@FILE` and `package.module:build`.
-        oods: OOD sets of the user's own, by name: folders of pictures, `.npz` or `.npy` files.
-        id_set: The set that models given as specs were trained on, a known one or one of `oods`.
-        again: Whether rows that are there are made again.
-        jobs: Processes to share the work; two on two cores are a third faster than one with two threads.
+        oods: Your own OOD sets, by name: folders of pictures, `.npz` or `.npy` files.
+        id_set: The training set of the models given as specs: a known set or one of `oods`.
+        again: Whether to compute existing rows again.
+        jobs: Number of processes; on two cores, two processes are a third faster than one with two threads.
         announce: Called with a line of text for each case, such as "few-shot: ResNet-56 on CIFAR-10 (3 of 25)".
 
     Returns:
         All rows of the file.
 
     Raises:
-        InputError: An unknown name, a missing folder, or an experiment by name for which nothing is here.
+        InputError: A name is unknown, a folder is missing, or a named experiment has no data or weights.
     """
     if jobs < 1:
         raise InputError(f"Expected `jobs` to be at least 1, but got {jobs!r}.")
@@ -161,7 +161,7 @@ def run(
         Path(data), Path(weights), out, folder, limit, seed, chosen_methods, tuple(models), own, id_set, again
     )  # fmt: skip
     inputs = settings.inputs()
-    settings.workbench(inputs)  # complains about a wrong limit or a foreign results file before any work is done
+    settings.workbench(inputs)  # raises for a wrong limit or results file before any work is done
     pieces: list[Piece] = []
     for experiment in chosen:
         ready = experiment.runnable(inputs)
@@ -169,7 +169,7 @@ def run(
             lacks = experiment.lacks(inputs)
             raise InputError(
                 f"Expected data and weights for the experiment {experiment.name!r}, but these are missing: "
-                f"{', '.join(lacks)}. `nmd bench list` shows what is here."
+                f"{', '.join(lacks)}. `nmd bench list` shows what is available."
             )
         pieces += [Piece(experiment, case) for case in ready]
     say = announce or (lambda line: None)

@@ -1,6 +1,6 @@
-"""What the scorer for ID data alone is made of, and how it compares with every peer that needs no OOD data either.
+"""The parts of the ID-only scorer, and the peers that need no OOD data either.
 
-What it was chosen on, and which models are for reporting only, is said in docs/typicality.md.
+docs/typicality.md says on which models it was chosen, and which are for reporting only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ OURS = "typicality"
 COUNTS = (200, 500, 1000, 2000, 4000)
 DRAWS = 3
 THIRDS = ("first", "middle", "last")
-OF_LAYERS = ("far", "angle")  # terms that are made of the watched layers alone
+OF_LAYERS = ("far", "angle")  # terms computed from the watched layers alone
 _FOUR = ("svhn", "cifar100", "cifar10", "imagenet-crop", "imagenet-resize")
 
 
 class Ablation(Experiment):
-    """Terms alone and left out, thirds of the layers, numbers of ID images; peers in the same table."""
+    """Single terms, all terms but one, thirds of the layers, numbers of ID images; peers in the same table."""
 
     name = "ablation"
-    title = "ID images only: what each part contributes, and every peer"
+    title = "ID images only: the contribution of each part, and all peers"
     reference = "stated limitation (no OOD examples available), which this goes beyond"
     cases = (
         *cases(("resnet56", "resnet20", "densenet100"), "cifar10", _FOUR),
@@ -54,7 +54,7 @@ class Ablation(Experiment):
     )
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Measure every peer and the complete scorer, then its parts."""
+        """Measure the peers and the complete scorer, then its parts."""
         inside = bench.judge_set(case.id, case.model)
         outside = [bench.judge_set(name, case.model) for name in case.present(bench.inputs)]
         judged = [inside, *outside]
@@ -84,7 +84,7 @@ def _others(left_out: str) -> tuple[str, ...]:
 
 
 class _Parts:
-    """Adds the rows of parts of the scorer, several from one fit."""
+    """Adds rows for parts of the scorer, several per fit."""
 
     def __init__(self, bench: Workbench, facts: dict[str, Any], inside: EvalSet, outside: Sequence[EvalSet]) -> None:
         self.bench, self.facts, self.inside, self.outside = bench, facts, inside, outside
@@ -92,7 +92,7 @@ class _Parts:
         self._kept: tuple[Any, list[list[Scored]]] = (None, [])
 
     def measure(self, draws: Sequence[Draw], third: int | None, settings: dict[str, tuple[str, ...]]) -> None:
-        """Add a row for each OOD set and setting, such as {"far alone": ("far",)}, that has none yet."""
+        """Add the missing rows for each OOD set and setting, such as {"far alone": ("far",)}."""
         rows = []
         for setting, terms in settings.items():
             for place, one in enumerate(self.outside, start=1):
@@ -108,7 +108,7 @@ class _Parts:
             self.bench.results.add(*rows)
 
     def _terms(self, draws: Sequence[Draw], third: int | None) -> list[list[Scored]]:
-        """Return the terms of every set for every draw; those of the last call are kept."""
+        """Return the terms of every set for every draw; the last result is cached."""
         key = ([draw.inliers.digest() for draw in draws], third)
         if self._kept[0] != key:
             self._kept = (key, [self._fit(draw, third) for draw in draws])
@@ -119,6 +119,6 @@ class _Parts:
 
 
 def _add_up(terms: Scored, names: Sequence[str]) -> Scored:
-    """Return the scores that these terms give."""
+    """Return the sum of some terms as scores."""
     columns = [TERMS.index(name) for name in names]
     return replace(terms, scores=terms.scores[:, columns].sum(axis=1))

@@ -22,12 +22,12 @@ from neuralmean.scorers import AverageScorer
 from neuralmean.stats import metrics
 from neuralmean.stats.discrepancy import neural_mean_discrepancy
 
-BATCHES = 100  # mini-batches of each kind, as in the paper's figure
+BATCHES = 100  # mini-batches per set, as in the paper's figure
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
 class BatchSize(Experiment):
-    """Ours-Avg on mini-batches, CIFAR-10 against SVHN and the nearer CIFAR-100."""
+    """Ours-Avg on mini-batches: CIFAR-10 against SVHN (far) and CIFAR-100 (near)."""
 
     name = "batch-size"
     title = "Scores of mini-batches, 1 to 32 images"
@@ -56,13 +56,13 @@ def batch_scores(means: Tensor, reference: Tensor, *, size: int, batches: int = 
     .. math::
         s(I) = \frac{1}{C} \sum_c \left| \frac{1}{|I|} \sum_{x \in I} \mu[f_c(x)] - \mu[f_c(D_{tr})] \right|
 
-    (Dong et al., CVPR 2022, Eq. 3 to 5 and Sec. 3.2.) No image is in two mini-batches, as far as there are enough.
+    (Dong et al., CVPR 2022, Eq. 3 to 5 and Sec. 3.2.) No image is in two mini-batches if there are enough images.
 
     Args:
         means: Channel means of the images, shape (N, D).
         reference: Training means, shape (D,).
         size: Images in a mini-batch, at most N.
-        batches: How many mini-batches.
+        batches: Number of mini-batches.
         seed: Seed of the draw.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ def measure(
     kind: str = "",
     seed: int,
 ) -> None:
-    """Add one row for each batch size, the scores of the mini-batches among its values."""
+    """Add one row for each batch size, including the scores of the mini-batches."""
     inside, outside = (bench.judge_set(name, case.model) for name in (case.id, ood))
     read = bench.reader(trained)
     for size in sizes:

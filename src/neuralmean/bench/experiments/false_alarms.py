@@ -1,6 +1,6 @@
 """How often a fitted detector flags in-distribution images, compared with the requested rate. Not in the paper.
 
-The detector itself is fitted, with held-out images and without, as a user would; images that it never saw are judged.
+The detector is fitted as a user would, with and without held-out images, and tested on unseen images.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ OURS = "typicality"
 
 
 class FalseAlarms(Experiment):
-    """The default detector on every model: share of unseen ID images that it flags."""
+    """The share of unseen ID images that the default detector flags, on every model."""
 
     name = "false-alarms"
-    title = "False alarms, asked and measured"
+    title = "False alarms, requested and measured"
     reference = "not in the paper, which sets no threshold"
     cases = ()
     methods = (OURS,)
 
     def runnable(self, inputs: Inputs) -> list[Case]:
-        """One case for each model with weights, and for each model for photos."""
+        """One case for each model with weights and for each model of photos."""
         found = [
             Case(model, inside, ())
             for model, inside in inputs.weights
@@ -44,7 +44,7 @@ class FalseAlarms(Experiment):
         return found + [Case(model, PHOTOS, ()) for model in inputs.photo_models if inputs.has_set(PHOTOS)]
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit twice, with held-out images and without, and count the alarms at each rate."""
+        """Fit with and without held-out images, and count the alarms at each rate."""
         if OURS not in bench.methods(self.methods):
             return
         trained = bench.inputs.trained(case.model, case.id)
@@ -71,12 +71,12 @@ class FalseAlarms(Experiment):
 
 
 def _possible(examples: int) -> list[float]:
-    """Return the rates that so many examples can calibrate."""
+    """Return the rates that this many examples can calibrate."""
     return [rate for rate in RATES if examples >= examples_needed(rate)]
 
 
 def _test_parts(bench: Workbench, case: Case) -> tuple[ImageSet, ImageSet]:
-    """Return images to calibrate with and images to judge by, none of them in both."""
+    """Return disjoint images to calibrate with and to test on."""
     held_out, judged = halves(bench.inputs.test_part(case.id, case.model))
     return _at_most(bench, held_out, HELD_OUT), _at_most(bench, judged, JUDGED)
 
@@ -88,14 +88,14 @@ def _at_most(bench: Workbench, images: ImageSet, count: int) -> ImageSet:
 def _count(
     rows: list[Row], trained: TrainedModel, fit: FitSet, held_out: ImageSet | None, judged: ImageSet
 ) -> list[Row]:
-    """Return the rows with their figures: of one fit, since the p-values of its decisions serve every rate."""
+    """Return the rows with their figures, all from one fit, as p-values do not depend on the rate."""
     from scipy.stats import binomtest
 
     rate = min(row["rate"] for row in rows) / 100
     shown = trained.preprocess(fit.source.images[fit.rows])
     given = None if held_out is None else trained.preprocess(held_out.images)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NeuralMeanWarning)  # that examples are few or missing is what is studied
+        warnings.simplefilter("ignore", NeuralMeanWarning)  # few or missing examples are the subject of the experiment
         detector = Detector(trained.model).fit(shown, held_out=given, false_alarm_rate=rate)
     p_values = detector.predict(trained.preprocess(judged.images)).p_value
     filled = []

@@ -18,10 +18,10 @@ class FewShot(TableExperiment):
     methods = ("odin", "mahalanobis", "gram", "energy", "ours-avg", "ours-lr", "ours-mlp", "typicality")
 
     def leaves_out(self, method: Method, model: str) -> bool:
-        """Whether it would perturb every image once for each draw and OOD set on a slow model."""
+        """Whether to skip a method that would perturb every image for each draw and OOD set on a slow model."""
         return method.heavy and model in SLOW_MODELS
 
     def draws_for(self, method: Method, draws: list[Draw], inliers: FitSet) -> list[Draw]:
-        """The draws, with more ID images for a method that has no use for OOD ones (Sec. 5.4)."""
+        """The draws, with more ID images for a method that uses no OOD images (Sec. 5.4)."""
         count = method.few_shot_inliers
         return draws if count is None else protocols.with_inliers(draws, inliers, count)

@@ -6,7 +6,7 @@ from neuralmean.bench.experiments.tables import TableExperiment
 
 
 class FullAccess(TableExperiment):
-    """Every OOD set's own train images are there."""
+    """Methods may learn from the train images of each OOD set."""
 
     name = "full-access"
     title = "ID and OOD images to learn from"
@@ -30,5 +30,5 @@ class FullAccess(TableExperiment):
     )
 
     def leaves_out(self, method: Method, model: str) -> bool:
-        """Whether it would be trained once for each OOD set on a model that is slow to train."""
+        """Whether to skip a method that would be trained once per OOD set on a slow model."""
         return method.fine_tunes and model in SLOW_MODELS

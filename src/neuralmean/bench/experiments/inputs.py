@@ -1,7 +1,7 @@
-"""What the user has: image sets under one folder, weights under another, and models and sets of their own.
+"""The user's inputs: a folder of image sets, a folder of weights, and models and sets given by name.
 
-Looks, loads, and says what is missing. Models that are not the paper's have an input size of their own: pictures in folders
-are decoded as such a model expects them, arrays are enlarged when it sees them.
+Models beyond the paper's have their own input size: pictures in folders are decoded as the model expects, arrays are
+resized before the pass.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ class Inputs:
     """The available sets and models.
 
     Args:
-        data_root: Folder of the image sets; need not exist where `sets` has some.
-        weights_root: Folder of weights, safetensors files that name architecture and data set; need not exist where
-            `chosen` has specs.
-        chosen: Models to use, all if empty: names of architectures or of installed models, or specs such as
+        data_root: Folder of the image sets; optional if `sets` is given.
+        weights_root: Folder of weights, safetensors files that name architecture and data set; optional if `chosen` has specs.
+        chosen: Models to use; all if empty. Names of architectures or installed models, or specs such as
             `timm:resnet50@resnet50.safetensors` and `package.module:build`.
-        sets: Image sets of the user's own, by name: a folder of pictures, an `.npz` or an `.npy` file, or a folder with
-            the parts `train` and `test` (or `val`).
-        id_set: The set that models given as specs were trained on.
+        sets: Your own image sets, by name: a folder of pictures, an `.npz` or `.npy` file, or a folder with `train` and
+            `test` (or `val`).
+        id_set: The training set of the models given as specs.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Inputs:
 
     @property
     def photo_models(self) -> list[str]:
-        """Names of the models for photos that may be used: those given as specs, and the installed ones."""
+        """Names of the models of photos: those given as specs, and installed ones."""
         return [*self._specs, *(name for name in models.installed_names() if self.wants(name))]
 
     def wants(self, model: str) -> bool:
@@ -73,7 +72,7 @@ class Inputs:
         return not (self._specs or self._names) or model in self._specs or model in self._names
 
     def has_set(self, name: str) -> bool:
-        """Whether all parts of a set that an experiment needs are there."""
+        """Whether a set is available with all splits that an experiment needs."""
         if name in self.own_sets:
             return True
         return self.data_root.is_dir() and all(
@@ -81,24 +80,24 @@ class Inputs:
         )
 
     def has_model(self, model: str, inside: str) -> bool:
-        """Whether a model trained on the set `inside` is there."""
+        """Whether a model trained on the set `inside` is available."""
         return (model, inside) in self.weights or model in self._specs or model in models.installed_names()
 
     def fit_part(self, name: str, model: str | None = None) -> ImageSet:
-        """The part of a set that methods may learn from: its train part, or one split off where it has none.
+        """The images that methods may learn from: the train split, or a part split off if there is none.
 
         Args:
             name: The set.
-            model: Whose input size pictures are decoded for; None for 32 x 32.
+            model: The model for whose input size pictures are decoded; None for 32 x 32.
         """
         return self._load(name, "fit", self._rules(model))
 
     def test_part(self, name: str, model: str | None = None) -> ImageSet:
-        """The part of a set to judge by; never overlaps with `fit_part`."""
+        """The images to test on; never overlaps with `fit_part`."""
         return self._load(name, "test", self._rules(model))
 
     def whole(self, name: str, model: str) -> ImageSet:
-        """All images of an OOD set that no method learns from."""
+        """All images of an OOD set from which no method learns."""
         rules = self._rules(model)
         if name in self.own_sets:
             return data.read(self.own_sets[name], name=name, rules=rules)
@@ -123,7 +122,7 @@ class Inputs:
         return self._models[key]
 
     def _rules(self, model: str | None) -> Preprocessing | None:
-        """How pictures are decoded for a model; None for the paper's models, whose sets are 32 x 32."""
+        """Preprocessing of pictures for a model; None for the paper's models, whose sets are 32 x 32."""
         if model is None or not (model in self._specs or model in models.LITE):
             return None
         trained = self.trained(model, self.id_set or "")
@@ -155,27 +154,27 @@ class Inputs:
 
 
 def _known(name: str) -> str:
-    """Return the name of a model, or raise where there is no such model."""
+    """Return the name of a model, or raise if there is no such model."""
     if name not in models.LITE:
         models.architecture(name)
     return name
 
 
 def _find_weights(root: Path) -> dict[tuple[str, str], Path]:
-    """Weights files by architecture and data set; of several for the same pair the first by name."""
+    """Weights files by architecture and data set; the first by name if there are several."""
     found: dict[tuple[str, str], Path] = {}
     for path in sorted(root.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as handle:
                 metadata = dict(handle.metadata() or {})
         except (SafetensorError, OSError) as error:
-            warnings.warn(f"{path.name} cannot be read and is left out: {error}.", NeuralMeanWarning, stacklevel=3)
+            warnings.warn(f"{path.name} cannot be read and is skipped: {error}.", NeuralMeanWarning, stacklevel=3)
             continue
         if "architecture" not in metadata or "dataset" not in metadata:
             continue
         try:
             inside = data.dataset(metadata["dataset"]).name
         except InputError:
-            continue  # trained on a set that the benchmark does not know
+            continue  # trained on a set unknown to the benchmark
         found.setdefault((metadata["architecture"], inside), path)
     return found

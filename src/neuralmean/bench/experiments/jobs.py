@@ -1,7 +1,7 @@
-"""The pieces that a run of experiments consists of, one after the other or several at once.
+"""Runs the pieces of a run of experiments, one after the other or in parallel.
 
-A piece is a case of an experiment, or one method of it. Pieces share nothing but files that are safe to share:
-features, scores and results are locked where two could meet. What measures time waits until the rest is done.
+A piece is a case of an experiment, or one method of it. Pieces share only files, with locks: features, scores and
+results. Pieces that measure time run last, alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """Something to run: a case of an experiment with some or all of its methods."""
+    """A unit of work: a case of an experiment with some or all of its methods."""
 
     experiment: Experiment
     case: Case
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run; every process makes its own workbench from them."""
+    """The settings of a run, from which every process creates its own workbench."""
 
     data: Path
     weights: Path
@@ -61,7 +61,7 @@ class Settings:
         return Inputs(self.data, self.weights, chosen=self.models, sets=dict(self.sets), id_set=self.id_set)
 
     def workbench(self, inputs: Inputs) -> Workbench:
-        """Return a workbench that adds to the results file."""
+        """Return a workbench that writes to the results file."""
         return Workbench(
             inputs, Results(self.out), self.cache, limit=self.limit, seed=self.seed, methods=self.methods,
             again=self.again,
@@ -69,18 +69,18 @@ class Settings:
 
 
 def run_in_turn(pieces: Sequence[Piece], settings: Settings, inputs: Inputs, announce: Announce) -> None:
-    """Run one piece after the other in this process."""
+    """Run the pieces one after the other in this process."""
     for number, piece in enumerate(pieces, start=1):
         announce(f"{piece} ({number} of {len(pieces)})")
         _run(piece, settings, inputs)
 
 
 def run_at_once(pieces: Sequence[Piece], settings: Settings, inputs: Inputs, announce: Announce, jobs: int) -> None:
-    """Run pieces in `jobs` processes that share the cores, and then, in this one, what must be alone."""
+    """Run the pieces in `jobs` processes, then, in this one, the pieces that must run alone."""
     quiet = [piece for piece in pieces if piece.experiment.alone]
     shared = [part for piece in pieces if not piece.experiment.alone for part in _by_method(piece, settings)]
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    # Started afresh: a fork would take torch's threads along, broken.
+    # Spawned, as torch's threads do not survive a fork.
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(settings, threads)) as pool:
         waiting = {pool.submit(_work, piece): piece for piece in shared}
         try:
@@ -89,7 +89,7 @@ def run_at_once(pieces: Sequence[Piece], settings: Settings, inputs: Inputs, ann
                 announce(f"{waiting[done]} ({number} of {len(shared)} done)")
         except BrokenProcessPool as error:
             raise InputError(
-                "Expected every process of the run to go on, but the system ended one: too little memory, perhaps. Run the "
+                "Expected every process of the run to finish, but the system ended one, perhaps for lack of memory. Run the "
                 "same command again: it resumes where this one stopped; fewer `jobs` need less memory."
             ) from error
         except BaseException:
@@ -112,7 +112,7 @@ def _run(piece: Piece, settings: Settings, inputs: Inputs) -> None:
     piece.experiment.run(chosen.workbench(inputs), piece.case)
 
 
-_here: tuple[Settings, Inputs] | None = None  # of a process that joined in: sets and models are read once
+_here: tuple[Settings, Inputs] | None = None  # of a worker process: sets and models are read once
 
 
 def _begin(settings: Settings, threads: int) -> None:
@@ -124,5 +124,5 @@ def _begin(settings: Settings, threads: int) -> None:
 
 def _work(piece: Piece) -> None:
     if _here is None:
-        raise RuntimeError("a process has to begin before it works")
+        raise RuntimeError("a worker must be initialised first")
     _run(piece, *_here)

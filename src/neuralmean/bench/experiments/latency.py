@@ -1,9 +1,9 @@
 """Figure 1 and table 5: time to fit and time for one image, CIFAR-10 against CIFAR-100.
 
-One image is timed from its pixels to its score, in turn with a plain forward pass of the same image, so that what else
-the machine does hits both alike. The library's own scorers are timed twice: as they run, and with `Detector.freeze`, where
-there is a C++ compiler. A fit is timed from pixels too: features that it learns from are computed now, and no
-more than what the method reads. Only the images that AUROC is judged by come from the cache.
+One image is timed from its pixels to its score, alternating with a plain forward pass of the same image, so that other
+load affects both alike. The library's scorers are timed twice: eagerly and, if there is a C++ compiler, with
+`Detector.freeze`. A fit is timed from pixels too, computing only the features that the method reads. Only the features
+for the AUROC come from the cache.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ENOUGH_SECONDS = 20.0
 AT_LEAST = 10
 FROZEN = {"ours-avg": "average", "ours-mlp": "mlp", "typicality": "typicality"}  # scorers by method
 TAKES_OUTLIERS = ("mlp",)
-ENOUGH_TO_FIT = 200  # images; how long a fitted scorer takes does not depend on them
+ENOUGH_TO_FIT = 200  # images; the time of a fitted scorer does not depend on them
 
 
 class Latency(Experiment):
-    """Every method's fit and single-image time, as a ratio to the plain forward pass."""
+    """Time to fit and time for one image of every method, relative to the plain forward pass."""
 
     name = "latency"
     title = "Time to fit, time for one image"
@@ -73,7 +73,7 @@ class Latency(Experiment):
     )
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit every method anew under full access, judge it, and time single images."""
+        """Fit every method under full access, test it, and time single images."""
         trained = bench.inputs.trained(case.model, case.id)
         names = (case.id, *case.oods)
         all_judges = [bench.judge_set(name, case.model) for name in names]
@@ -116,8 +116,8 @@ def time_single(method: Method, trained: TrainedModel, images: ImageSet, *, repe
     Args:
         method: A fitted method.
         trained: The model.
-        images: Where the images come from.
-        repeats: How many images; fewer for a method that takes long.
+        images: Source of the images.
+        repeats: Number of images; fewer for slow methods.
     """
     reader = LiveReader(trained, method.reads)
     singles = [EvalSet(images.take(slice(i, i + 1))) for i in range(min(len(images), repeats + WARM_UP))]
@@ -127,16 +127,16 @@ def time_single(method: Method, trained: TrainedModel, images: ImageSet, *, repe
 def time_frozen(
     scorer: str, trained: TrainedModel, draw: Draw, images: ImageSet, *, repeats: int = REPEATS
 ) -> Row | None:
-    """Median milliseconds for one image by a detector whose pass is one compiled graph, and by the plain model.
+    """Median milliseconds for one image, by a frozen detector and by the plain model.
 
-    Where the graph cannot be had (no compiler, or it is not faster), there are none, and a warning says why.
+    None, with a warning, if the detector cannot be frozen (no compiler, or not faster).
 
     Args:
         scorer: Name of the library's scorer.
         trained: The model.
-        draw: What the detector is fitted on.
-        images: Where the images come from.
-        repeats: How many images.
+        draw: The data to fit on.
+        images: Source of the images.
+        repeats: Number of images.
     """
 
     def shown(part: FitSet | None) -> Tensor | None:
@@ -145,21 +145,21 @@ def time_frozen(
 
     held_out = trained.preprocess(images.images[:ENOUGH_TO_FIT])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NeuralMeanWarning)  # of few images: what it decides is not looked at
+        warnings.simplefilter("ignore", NeuralMeanWarning)  # on few images, as its decisions are not used
         detector = Detector(trained.model, scorer=scorer)
         outliers = shown(draw.outliers) if scorer in TAKES_OUTLIERS else None
         detector.fit(shown(draw.inliers), outliers, held_out=held_out)
     try:
         detector.freeze(trained.preprocess(images.images[:1]))
     except NeuralMeanError as error:
-        warnings.warn(f"No time of a frozen detector: {error}", NeuralMeanWarning, stacklevel=2)
+        warnings.warn(f"A frozen detector was not timed: {error}", NeuralMeanWarning, stacklevel=2)
         return None
     singles = [EvalSet(images.take(slice(i, i + 1))) for i in range(min(len(images), repeats + WARM_UP))]
     return _in_turn(trained, singles, lambda one: detector.score(trained.preprocess(one.source.images)))
 
 
 def _in_turn(trained: TrainedModel, singles: Sequence[EvalSet], score: Callable[[EvalSet], object]) -> Row:
-    """Time `score` in turn with the plain pass of the same image."""
+    """Time `score`, alternating with the plain pass of the same image."""
     plain: list[float] = []
     own: list[float] = []
     begun = time.perf_counter()
@@ -183,7 +183,7 @@ def _in_turn(trained: TrainedModel, singles: Sequence[EvalSet], score: Callable[
 
 
 class LiveReader:
-    """Runs the model now, recording no more than what a method reads.
+    """Runs the model, recording only what a method reads.
 
     Args:
         trained: The model.
@@ -193,7 +193,7 @@ class LiveReader:
     def __init__(self, trained: TrainedModel, reads: frozenset[Read]) -> None:
         self._trained, self._reads = trained, reads
         layers = select_layers(trained.model)
-        # A recorder always watches a layer: for the feature alone, one whose mean is not used.
+        # A recorder needs a watched layer, even if only the feature is read.
         self._layers = layers if {"means", "variances"} & reads else layers[-1:] if "feature" in reads else ()
         self._recorder: Recorder | None = None
 
@@ -213,7 +213,7 @@ class LiveReader:
         return Features(self._layers, means, variances, logits, feature, time.perf_counter() - begun)
 
     def _run(self, batch: Batch, name: str, variance: bool) -> tuple[Tensor | None, ...]:
-        """Means, variances, logits and feature of one batch, where they are recorded."""
+        """Means, variances, logits and feature of one batch, if recorded."""
         if not self._layers:
             return None, None, self._trained.model(batch.first), None
         if self._recorder is None:

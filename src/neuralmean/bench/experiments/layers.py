@@ -1,4 +1,4 @@
-"""Figure 7: how much each layer counts in the logistic detector, and how far the first k layers get alone."""
+"""Figure 7: the importance of each layer in the logistic detector, and AUROC of the first k layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
 from neuralmean.bench.experiments.workbench import Workbench, summarise
 from neuralmean.bench.protocols import EvalSet, FitSet
 
-FIT_IMAGES = 2000  # of each kind: some thirty fits per OOD set
+FIT_IMAGES = 2000  # of each kind, as there are some thirty fits per OOD set
 
 
 class Layers(Experiment):
@@ -22,7 +22,7 @@ class Layers(Experiment):
     methods = ("ours-lr",)
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit on the first k layers for some twenty k; the row of all layers holds the importance of each."""
+        """Fit on the first k layers for some twenty k; the row of all layers has the importance of each layer."""
         inside = bench.judge_set(case.id, case.model)
         outside = [bench.judge_set(name, case.model) for name in case.present(bench.inputs)]
         judged = [inside, *outside]
@@ -52,7 +52,7 @@ class Layers(Experiment):
             if not bench.is_open(row):
                 continue
             method = FirstLayers(count)
-            # The importance is read off the fitted method, so that for all layers kept scores would not do.
+            # The importance comes from the fitted method, so cached scores are not enough for all layers.
             trial = bench.fresh_trial if count == total else bench.trial
             scored = trial(lambda: method, trained, draws[0], [inside, outside])  # noqa: B023 - called at once
             row.update(summarise([(scored[0], scored[1])], seed=bench.seed))
@@ -62,7 +62,7 @@ class Layers(Experiment):
 
 
 def first_counts(total: int) -> list[int]:
-    """Return the numbers of layers to try: every one at first, then ever fewer, always the last.
+    """Return the numbers of layers to try: all small ones, then ever sparser ones, and the last.
 
     Example:
         >>> first_counts(20)

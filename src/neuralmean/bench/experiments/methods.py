@@ -1,7 +1,7 @@
-"""Every method in one table: one fit each, the same images for all. Not in the paper, whose tables show some of them each.
+"""Every method in one table: one fit each, on the same images. Not in the paper, whose tables each show a few.
 
-What learns from OOD images gets those of CIFAR-100: its own train part where CIFAR-100 is judged (full access), another
-set's where others are (transfer).
+Methods that learn from OOD images get the train split of CIFAR-100, which is full access for CIFAR-100 and transfer for
+the other sets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LEARNT_FROM = "cifar100"
 
 
 class Methods(Experiment):
-    """Every method that suits a model, judged by the images that the heavy ones are judged by."""
+    """Every method that supports a model, tested on the same images as heavy methods."""
 
     name = "methods"
     title = "Every method in one table"
@@ -64,10 +64,10 @@ class Methods(Experiment):
     by_method = True
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit every method once and judge it by all OOD sets."""
+        """Fit every method once and test it on all OOD sets."""
         names = [case.id, *case.present(bench.inputs)]
-        # As in `full-access`, so that fits are shared. `transfer` is not judged by CIFAR-100 and may learn from a few more
-        # of its images, of which ODIN, say, then draws another hundred.
+        # As in `full-access`, so that fits are shared. `transfer` does not test on CIFAR-100 and may learn from a few
+        # more of its images, so its random draws differ.
         apart_from = [bench.judge_set(name, case.model) for name in names]
         inliers, outliers = (bench.fit_set(name, case.model, apart_from=apart_from) for name in (case.id, LEARNT_FROM))
         inside, *outside = (bench.small_judge_set(name, case.model) for name in names)

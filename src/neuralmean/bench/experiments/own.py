@@ -1,4 +1,4 @@
-"""Models of the user's own on data of the user's own: every method that needs ID images alone. Not in the paper."""
+"""Your models on your data: every method that needs ID images only. Not in the paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neuralmean.bench.experiments.workbench import Workbench
 
 
 class Own(Experiment):
-    """Models given as specs, trained on the set that `--id` names, against every other set that is there."""
+    """Models given as specs, trained on the set named by `--id`, against all other available sets."""
 
     name = "own"
     title = "Models and data of your own"
@@ -20,7 +20,7 @@ class Own(Experiment):
     by_method = True
 
     def runnable(self, inputs: Inputs) -> list[Case]:
-        """One case for each model given as a spec, where the set that it was trained on is named."""
+        """One case for each model given as a spec, if its training set is named."""
         if inputs.id_set is None or not inputs.has_set(inputs.id_set):
             return []
         outside = tuple(name for name in (*inputs.own_sets, *ALL_OODS) if name != inputs.id_set)
@@ -35,10 +35,10 @@ class Own(Experiment):
             return ["the set that the model was trained on, as `--id NAME`"]
         if not inputs.has_set(inputs.id_set):
             return [f"data {inputs.id_set}, as `--ood {inputs.id_set}=DIR` or in the data folder"]
-        return ["a set to judge by, as `--ood NAME=DIR`"]
+        return ["a set to test on, as `--ood NAME=DIR`"]
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit every method on the ID set's train part and judge it by the test parts."""
+        """Fit every method on the train split of the ID set and test it on the test splits."""
         judged = [bench.judge_set(name, case.model) for name in (case.id, *case.oods)]
         inliers = bench.fit_set(case.id, case.model, apart_from=judged)
         facts = {"experiment": self.name, "model": case.model, "id": case.id}

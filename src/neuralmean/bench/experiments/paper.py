@@ -1,6 +1,6 @@
-"""The paper's figures as data (Dong et al., CVPR 2022), each with the table or figure that prints it.
+"""The paper's numbers (Dong et al., CVPR 2022), each with its table or figure.
 
-Only numbers that the paper prints: its bar charts (figures 4 to 7) are not read off by eye.
+Only numbers that the paper prints; values are not estimated from its bar charts (figures 4 to 7).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _table2() -> Iterator[Printed]:
     }
     for outside, row in cells.items():
         for model, (tnr95, auroc, accuracy) in zip(models, row, strict=True):
-            # The table does not say which detector it is; both of ours are compared with it.
+            # The table does not say which detector it shows; both of ours are compared with it.
             for method in ("ours-lr", "ours-mlp"):
                 yield Printed("Table 2", "transfer", model, "cifar10", outside, method, auroc, tnr95, accuracy)
 
@@ -164,19 +164,19 @@ _BY_CELL = {(p.experiment, p.model, p.id, p.ood, p.method, p.setting): p for p i
 
 
 def printed_for(row: Mapping[str, Any]) -> Printed | None:
-    """Return what the paper prints for the row's own model, or None."""
+    """Return the paper's values for the row's model, or None."""
     return _BY_CELL.get((row["experiment"], row["model"], row["id"], row["ood"], row["method"], _setting_of(row)))
 
 
 def printed_for_resnet34(row: Mapping[str, Any]) -> Printed | None:
-    """Return what the paper prints for ResNet-34, where the row's model is a smaller residual network in its place."""
+    """Return the paper's values for ResNet-34 if the row's model is a smaller residual network, otherwise None."""
     if printed_for(row) is not None or not str(row["model"]).startswith("resnet"):
         return None
     return printed_for({**row, "model": "resnet34"})
 
 
 def timing(method: str) -> Timing | None:
-    """Return the paper's line of times for a method, or None."""
+    """Return the paper's times of a method, or None."""
     return next((line for line in TIMINGS if line.method == method), None)
 
 

@@ -1,7 +1,7 @@
-"""Figures of the paper that do not come out, under every reading that its text allows.
+"""The paper's figures that were not reproduced, under every reading that its text allows.
 
-Each reading changes one thing. Zero-shot: where channel means are taken, whether they are standardised or signed, the number
-of blocks that are permuted, the number of ID images. Kernels: the bandwidth, the number of ID images, whether values are
+Each reading changes one thing. Zero-shot: where channel means are read, whether they are standardised or signed, the
+number of permuted blocks, the number of ID images. Kernels: the bandwidth, the number of ID images, whether values are
 normalised. NMD, NVD and both: the classifier and the number of images of each kind.
 """
 
@@ -26,35 +26,35 @@ USUAL = 2000  # ID images
 COUNTS = (500, USUAL, 5000)
 BANDWIDTHS = (0.1, 0.25, 0.5, 1.0, 2.0)  # of the median distance between inliers
 STATISTICS: dict[Statistic, str] = {"mean": "NMD", "variance": "NVD", "both": "NMD and NVD"}
-HEAVY = 500  # images of each set that kernels of pixels are judged by
-KERNEL_IMAGES = (25, 100, 200)  # ID images that a tangent kernel is evaluated at
+HEAVY = 500  # test images of each set for kernels of pixels
+KERNEL_IMAGES = (25, 100, 200)  # ID images in the sum of a tangent kernel
 FULL_ACCESS_FROM = "cifar100"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One reading: what it is called, the method, and what it is fitted on."""
+    """One reading: its name, the method, and the data to fit on."""
 
     setting: str
     make: Callable[[], Method]
     method: str = "ours-lr"
     blocks: int = 4
-    images: int | None = None  # how many ID images; None for 2,000, or all where there are fewer
-    full_access: bool = False  # to the OOD images of one set, which it is judged by
+    images: int | None = None  # number of ID images; None for 2,000, or all if there are fewer
+    full_access: bool = False  # test on the OOD images of this set only
 
 
 class Readings(Experiment):
     """Ours-LR without OOD images, kernels, and NMD, NVD and both, under every reading."""
 
     name = "readings"
-    title = "What the text leaves open"
+    title = "Ambiguities in the paper's text"
     reference = "Table 6 (zero-shot), Table 1 (kernels), Sec. 5.7 (NMD, NVD, both)"
     cases = cases(RESIDUAL, "cifar10", ("svhn", "cifar100"))
     first_only = True
     methods = ("ours-lr", "ours-mlp", "dk", "cntk", "scntk")
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Measure every reading on every OOD set; rows that are there stay."""
+        """Measure every reading on every OOD set, except for existing rows."""
         inside, outside = judged_sets(bench, case)
         most = max(COUNTS) if bench.limit is None else min(max(COUNTS), bench.limit)
         inliers = FitSet.of(bench.inputs.fit_part(case.id).limit(most), apart_from=[inside, *outside])
@@ -64,7 +64,7 @@ class Readings(Experiment):
         for variant in variants():
             if variant.method not in wanted or (variant.images or 0) > most:
                 continue
-            count = min(variant.images or USUAL, len(inliers))  # duplicates of test images are left out of 5,000
+            count = min(variant.images or USUAL, len(inliers))  # 5,000, minus duplicates of test images
             chosen = inliers.draw(count, seed=bench.seed)
             if variant.full_access:
                 draw = Draw("full-access", chosen, near.draw(min(count, len(near)), seed=bench.seed), bench.seed)
@@ -82,7 +82,7 @@ class Readings(Experiment):
         inside: EvalSet,
         outside: Sequence[EvalSet],
     ) -> None:
-        """Add the rows of one reading that are not there yet."""
+        """Add the missing rows of one reading."""
         if variant.full_access:
             outside = [one for one in outside if one.name == FULL_ACCESS_FROM]
         if variant.make().heavy:
@@ -103,7 +103,7 @@ class Readings(Experiment):
 
 
 def variants() -> Iterator[Variant]:
-    """Yield every reading, the one in use first."""
+    """Yield every reading, starting with the one in use."""
     places: tuple[Place, ...] = ("before", "after")
     signs: tuple[Values, ...] = ("signed", "absolute")
     for place in places:

@@ -1,4 +1,4 @@
-"""How the default scorer does with few images and with many: more must not make it worse. Not in the paper."""
+"""The default scorer with few and many images, where more must not make it worse. Not in the paper."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SampleSize(Experiment):
     methods = ("typicality",)
 
     def runnable(self, inputs: Inputs) -> list[Case]:
-        """The cases on CIFAR-10, and one for each model for photos."""
+        """The cases on CIFAR-10, and one for each model of photos."""
         photos = [Case(model, PHOTOS, OUTSIDE) for model in inputs.photo_models if inputs.has_set(PHOTOS)]
         return [*super().runnable(inputs), *photos]
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Fit on every draw and average; rows that are there stay."""
+        """Fit on every draw and average, except for existing rows."""
         inside, outside = judged_sets(bench, case)
         inliers = FitSet.of(
             bench.inputs.fit_part(case.id, case.model).limit(max(COUNTS)), apart_from=[inside, *outside]
@@ -58,7 +58,7 @@ class SampleSize(Experiment):
 
 
 def judged_sets(bench: Workbench, case: Case) -> tuple[EvalSet, list[EvalSet]]:
-    """Return ID and OOD images to judge by: altered photos too for models of photos."""
+    """Return ID and OOD images to test on, including altered photos for models of photos."""
     most = JUDGED if bench.limit is None else min(JUDGED, bench.limit)
     if case.id != PHOTOS:
         first, *rest = (bench.inputs.test_part(name).limit(most) for name in (case.id, *case.present(bench.inputs)))

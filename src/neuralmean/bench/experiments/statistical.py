@@ -1,4 +1,4 @@
-"""Table 1: statistical methods on ConvNet-4, CIFAR-10 against SVHN and the other way round."""
+"""Table 1: statistical methods on ConvNet-4, CIFAR-10 against SVHN and vice versa."""
 
 from neuralmean.bench.experiments.base import Case
 from neuralmean.bench.experiments.tables import TableExperiment

@@ -1,4 +1,4 @@
-"""The experiments that are tables of methods: the same loop under another protocol."""
+"""Experiments that are tables of methods under one protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TableExperiment(Experiment):
 
     Attributes:
         protocol: The protocol.
-        transfer_from: The OOD set that the transfer protocol learns from.
+        transfer_from: The OOD set from which methods learn in the transfer protocol.
     """
 
     protocol: Protocol
@@ -24,7 +24,7 @@ class TableExperiment(Experiment):
     by_method = True
 
     def run(self, bench: Workbench, case: Case) -> None:
-        """Measure every method on every OOD set that is there."""
+        """Measure every method on every available OOD set."""
         inside = bench.judge_set(case.id, case.model)
         outside = [bench.judge_set(name, case.model) for name in case.present(bench.inputs)]
         judged = [inside, *outside]
@@ -37,17 +37,17 @@ class TableExperiment(Experiment):
                     bench.compare(facts, name, self.draws_for(method, draws, inliers), inside, against)
 
     def leaves_out(self, method: Method, model: str) -> bool:
-        """Whether a method would take hours on a model here; `methods` has every one of them, with a single fit."""
+        """Whether to skip a method that would take hours on a model; `methods` covers it with a single fit."""
         return False
 
     def draws_for(self, method: Method, draws: list[Draw], inliers: FitSet) -> list[Draw]:
-        """What a method is fitted on: the draws as they are, unless an experiment makes an exception."""
+        """Return the draws for a method; an experiment may override this."""
         return draws
 
     def _draws(
         self, bench: Workbench, case: Case, inliers: FitSet, outside: Sequence[EvalSet], judged: Sequence[EvalSet]
     ) -> list[tuple[list[Draw], list[EvalSet]]]:
-        """What to fit on, and which OOD sets to judge by then."""
+        """Yield the data to fit on and the OOD sets to test on."""
         if self.protocol == "zero-shot":
             return [(protocols.zero_shot(inliers, seed=bench.seed), list(outside))]
         if self.protocol == "transfer":

@@ -1,4 +1,4 @@
-"""Table 2: learn from CIFAR-100, be tested on other OOD sets, across models."""
+"""Table 2: learn from CIFAR-100, test on other OOD sets, across models."""
 
 from neuralmean.bench.experiments.base import cases
 from neuralmean.bench.experiments.tables import TableExperiment
@@ -21,10 +21,10 @@ _MODELS = (
 
 
 class Transfer(TableExperiment):
-    """Unseen OOD sets, after CIFAR-100."""
+    """Methods learn from CIFAR-100 and are tested on unseen OOD sets."""
 
     name = "transfer"
-    title = "Learn from CIFAR-100, meet unseen OOD sets"
+    title = "Learn from CIFAR-100, test on unseen OOD sets"
     reference = "Table 2"
     protocol = "transfer"
     cases = cases(

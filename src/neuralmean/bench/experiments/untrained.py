@@ -1,4 +1,4 @@
-"""Figure 8 (appendix): the mini-batches of `batch-size` again, seen by a network with random weights."""
+"""Figure 8 (appendix): the mini-batches of `batch-size` with an untrained network."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from neuralmean.bench.experiments.base import RESIDUAL, Case, Experiment, cases
 from neuralmean.bench.experiments.batch_size import batchnorm_means, measure
 from neuralmean.bench.experiments.workbench import Workbench
 
-SEEDS = (0, 1, 2)  # with the run's seed 0; another run's are others
+SEEDS = (0, 1, 2)  # for a run with seed 0; other runs use other seeds
 SIZES = (1, 4, 8, 32)
 
 
 class Untrained(Experiment):
-    """Random weights, three times; the reference once as the buffers are initialised (zero), once measured on ID images.
+    """Three random initialisations, with two references: the initial buffers (zero), and means measured on ID images.
 
     The paper does not say which of the two its figure shows.
     """

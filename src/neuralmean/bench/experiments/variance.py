@@ -1,4 +1,4 @@
-"""Section 5.7 and appendix: neural variance discrepancy, compared with the mean, and both together."""
+"""Section 5.7 and appendix: neural variance discrepancy, neural mean discrepancy, and both together."""
 
 from neuralmean.bench.experiments.base import RESIDUAL, cases
 from neuralmean.bench.experiments.tables import TableExperiment

@@ -1,4 +1,4 @@
-"""Where experiments do their work: gets sets and models ready, runs methods, turns scores into rows, skips what is done."""
+"""What experiments share: loads sets and models, runs methods, turns scores into rows, skips existing rows."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _FIGURES = ("auroc", "tnr95", "accuracy", "aupr_id", "aupr_ood")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many images of a set are used at most: to learn from, to judge by, and to judge heavy methods by."""
+    """Maximum number of images of a set: to learn from, to test on, and to test heavy methods on."""
 
     fit: int
     judge: int
     heavy: int = 1000
 
 
-# Sized so that all but the heavy methods take less than an hour on two cores: DenseNet-100 does some 70 images a second
-# and core. A heavy method takes gradients or trains, ten to a hundred times as long for an image.
+# All but the heavy methods take less than an hour on two cores: DenseNet-100 processes some 70 images per second and
+# core. A heavy method takes gradients or trains, at ten to a hundred times the cost per image.
 SIZES = {
     "densenet100": Sizes(fit=3000, judge=4000, heavy=500),
     "wideresnet28-10": Sizes(fit=2000, judge=2000),
@@ -50,20 +50,20 @@ SIZES = {
     "convnet4": Sizes(fit=5000, judge=10_000),
 }
 USUAL = Sizes(fit=10_000, judge=10_000)
-HEAVY_DRAWS = 3  # of the ten that others get in the few-shot protocol
+HEAVY_DRAWS = 3  # of the ten in the few-shot protocol
 
 
 class Workbench:
-    """Holds what the experiments of one run share.
+    """The state shared by the experiments of one run.
 
     Args:
         inputs: Sets and models.
-        results: Where rows go.
-        cache: Folder of features and scores.
-        limit: At most so many images of every set, for a quick look; None for the usual sizes.
+        results: The results file.
+        cache: Folder of cached features and scores.
+        limit: Maximum number of images of each set, for a quick run; None for the default sizes.
         seed: Seed of draws and fits.
-        methods: Names of methods to run; None for all that an experiment offers.
-        again: Whether rows that are there are made again.
+        methods: Names of methods to run; None for all of an experiment.
+        again: Whether to compute existing rows again.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Workbench:
         self._limited: dict[tuple[str, str, str, int], ImageSet] = {}
 
     def methods(self, offered: Sequence[str]) -> list[str]:
-        """Which of the methods that an experiment offers are to run."""
+        """Return which of an experiment's methods to run."""
         return baselines.resolve(self._methods, list(offered))
 
     def reader(self, trained: TrainedModel) -> Reader:
-        """Features of a model from the cache."""
+        """Return a reader of a model's features that uses the cache."""
 
         def read(images: ImageSet, *, variance: bool) -> Features:
             return self.store.read(trained, images, variance=variance)
@@ -98,21 +98,21 @@ class Workbench:
         return read
 
     def judge_set(self, name: str, model: str) -> EvalSet:
-        """The test images of a set, as many as the model's size allows."""
+        """The test images of a set; their number depends on the model's size."""
         return EvalSet(self._limit(name, "test", model, SIZES.get(model, USUAL).judge))
 
     def small_judge_set(self, name: str, model: str) -> EvalSet:
-        """Fewer test images of a set: what heavy methods, and those compared with them, are judged by."""
+        """Fewer test images of a set, for heavy methods and those compared with them."""
         return EvalSet(self._limit(name, "test", model, SIZES.get(model, USUAL).heavy))
 
     def fit_set(self, name: str, model: str, *, apart_from: Sequence[EvalSet], at_most: int | None = None) -> FitSet:
-        """The images of a set that may be learnt from, none of them in the sets that are judged."""
+        """The images of a set that may be learnt from, without images of the test sets."""
         size = SIZES.get(model, USUAL).fit
         return FitSet.of(self._limit(name, "fit", model, min(size, at_most or size)), apart_from=apart_from)
 
     def _limit(self, name: str, part: str, model: str, size: int) -> ImageSet:
         size = size if self.limit is None else min(size, self.limit)
-        shown = model if model in self.inputs.photo_models else ""  # the others share images of 32 x 32
+        shown = model if model in self.inputs.photo_models else ""  # all others share images of 32 x 32
         if (name, part, shown, size) not in self._limited:
             whole = self.inputs.fit_part(name, model) if part == "fit" else self.inputs.test_part(name, model)
             self._limited[name, part, shown, size] = whole.limit(size)
@@ -121,13 +121,13 @@ class Workbench:
     def trial(
         self, make: Callable[[], Method], trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]
     ) -> list[Scored]:
-        """Fit a method and score sets, from the cache where possible."""
+        """Fit a method and score sets, using the cache."""
         return run_trial(make, trained, draw, judged, self.reader(trained), cache=self.cache / "scores")
 
     def fresh_trial(
         self, make: Callable[[], Method], trained: TrainedModel, draw: Draw, judged: Sequence[EvalSet]
     ) -> list[Scored]:
-        """Fit a method now and score sets; only features come from the cache."""
+        """Fit a method and score sets; only features come from the cache."""
         return run_trial(make, trained, draw, judged, self.reader(trained))
 
     def compare(
@@ -138,12 +138,12 @@ class Workbench:
         inside: EvalSet,
         outside: Sequence[EvalSet],
     ) -> None:
-        """Add a row for each OOD set that has none yet: one method, fitted on each of the draws.
+        """Add the missing rows of a method, fitted on each of the draws, for each OOD set.
 
         Args:
             facts: `experiment`, `model` and `id` of the rows.
-            method: Name of the method; a heavy one gets fewer draws and is judged by fewer images.
-            draws: What it is fitted on, in turn.
+            method: Name of the method; a heavy one gets fewer draws and test images.
+            draws: The data of each fit.
             inside: ID test images.
             outside: OOD test images, one row each.
         """
@@ -170,9 +170,9 @@ class Workbench:
         self.results.add(*rows)
 
     def is_open(self, row: Row) -> bool:
-        """Whether a row has yet to be made: it is not in the results, or rows are to be made again.
+        """Whether a row must be computed: it is not in the results, or existing rows are computed again.
 
-        A row that was made of the same weights before rows said more about them is completed.
+        An older row of the same weights, without later columns, is completed.
         """
         held = self.results.find(row)
         if held is not None and "weights_digest" not in held and "weights_digest" in row:
@@ -189,7 +189,7 @@ class Workbench:
         trained: TrainedModel,
         **extra: Any,
     ) -> Row:
-        """Return a row without figures: what it is about, and a digest of everything it is made of."""
+        """Return a row without figures: its identity and a digest of all its inputs."""
         first = draws[0]
         kind = baselines.make(method)
         n_fit_id, n_fit_ood = kind.n_used(trained, len(first.inliers), len(first.outliers or ()))
@@ -235,10 +235,9 @@ class Workbench:
 
 
 def summarise(pairs: Sequence[tuple[Scored, Scored]], *, seed: int) -> dict[str, Any]:
-    """Figures of one row from the scores of ID and OOD images, one pair for each draw.
+    """Compute the figures of a row from the scores of ID and OOD images, one pair per draw.
 
-    With one draw the figures come with a bootstrap interval, with several they are means and come with the standard
-    deviation over the draws.
+    With one draw, the figures have a bootstrap interval; with several, they are means with the standard deviation over draws.
     """
     figures = [metrics.evaluate(inside.scores, outside.scores) for inside, outside in pairs]
     values = {name: [getattr(one, name) for one in figures] for name in _FIGURES}

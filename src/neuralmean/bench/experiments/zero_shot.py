@@ -5,7 +5,7 @@ from neuralmean.bench.experiments.tables import TableExperiment
 
 
 class ZeroShot(TableExperiment):
-    """No OOD image is there; Ours-LR and Ours-MLP learn from crafted ones."""
+    """Methods get no OOD images; Ours-LR and Ours-MLP learn from crafted ones."""
 
     name = "zero-shot"
     title = "Only ID images to learn from"

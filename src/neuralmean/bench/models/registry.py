@@ -1,4 +1,4 @@
-"""Which architectures there are, by name, and how each is built. Independent of weights and data."""
+"""The architectures by name, and how to build them. Independent of weights and data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from neuralmean.models.weights import Builder
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture is built, and which linear layer gives its logits."""
+    """One architecture: how to build it, and the name of its last linear layer."""
 
-    title: str  # as the paper's tables print it
+    title: str  # the name in the paper's tables
     head: str | None  # dotted name of the last linear layer; None: features only
     make: Callable[[int], nn.Module]  # number of classes -> untrained model
 
@@ -47,7 +47,7 @@ _REGISTRY: dict[str, Architecture] = {
 }
 
 
-# Percent on the test set that a network of its kind should reach; results of one below it are marked as weak.
+# Test accuracy in percent below which a network of this kind is marked as weak.
 _SHOULD_REACH = {
     ("resnet34", "cifar10"): 93.0,
     ("resnet34", "svhn"): 93.0,
@@ -59,7 +59,7 @@ _SHOULD_REACH = {
 
 
 def is_weak(name: str, inside: str, accuracy: float | None) -> bool:
-    """Whether a network trained on the set `inside` is known to fall short of what its architecture should reach.
+    """Whether a network trained on the set `inside` is known to be weak for its architecture.
 
     Example:
         >>> is_weak("resnet34", "cifar10", 88.4), is_weak("resnet34", "cifar10", 93.4), is_weak("resnet34", "cifar10", None)
@@ -75,18 +75,18 @@ def names() -> list[str]:
 
 
 def architecture(name: str) -> Architecture:
-    """Look an architecture up by its name."""
+    """Look up an architecture by its name."""
     if name not in _REGISTRY:
         raise InputError(f"Expected the name of a model, but got {name!r}. {suggestion(name, _REGISTRY)}")
     return _REGISTRY[name]
 
 
 def build(name: str, *, num_classes: int = 10) -> nn.Module:
-    """Build an untrained model, in eval mode, from torch's global random state.
+    """Build an untrained model, in eval mode, with torch's global random state.
 
     Args:
         name: One of `names()`.
-        num_classes: Number of logits; without effect on `moco-resnet34`, which has no class head.
+        num_classes: Number of logits; ignored for `moco-resnet34`, which has no class head.
 
     Returns:
         A model that maps (N, 3, 32, 32) to (N, num_classes), or to (N, 512) for `moco-resnet34`.
@@ -101,15 +101,15 @@ def build(name: str, *, num_classes: int = 10) -> nn.Module:
 
 
 def _builder(name: str) -> Builder:
-    architecture(name)  # an unknown name is an error now
+    architecture(name)  # raises for an unknown name
     return lambda classes: build(name, num_classes=10 if classes is None else classes)
 
 
-SOURCE = ModelSource(_builder, size=(32, 32))  # what `bench:NAME` means; see the entry points in pyproject.toml
+SOURCE = ModelSource(_builder, size=(32, 32))  # resolves `bench:NAME`; see the entry points in pyproject.toml
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return what to type instead of `name`: the closest of the known names, or all of them."""
+    """Suggest the closest known names instead of `name`, or list them all."""
     known = list(known)
     close = difflib.get_close_matches(name.lower(), known, n=3)
     if close:

@@ -1,7 +1,7 @@
-"""ResNet-18 and -34 of He et al. 2016 with the stem that is usual for 32 x 32 images, and the encoder that MoCo trains.
+"""ResNet-18 and -34 of He et al. 2016 with the usual stem for 32 x 32 images, and the encoder trained by MoCo.
 
-The stem is one 3x3 convolution of stride 1 and no max-pool, as in most papers on OOD detection. Parameters carry
-torchvision's names, so weights saved by torchvision- or timm-shaped CIFAR models fit.
+The stem is one 3x3 convolution of stride 1 and no max-pool, as in most papers on OOD detection. Parameters have
+torchvision's names, so weights of CIFAR models from torchvision or timm can be loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
 
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions in parallel with an identity, or a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions in parallel with an identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A model with its weights and the preprocessing it expects, read from one file.
 
-Safetensors files say in their metadata what they are: `architecture`, `dataset`, `mean`, `std`, and what else the
-trainer noted. Torch files say nothing, so name and normalisation must be given. Nothing is ever unpickled.
+The metadata of safetensors files has `architecture`, `dataset`, `mean`, `std` and the trainer's notes. Torch files have
+none, so name and normalisation must be given. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A model in eval mode and all that is needed to show it an image.
+    """A model in eval mode with its preprocessing.
 
     Args:
-        model: The model; maps (N, 3, size, size) to (N, num_classes), or to features where `num_classes` is 0.
-        name: Its name in `models.names()`.
+        model: The model; maps (N, 3, size, size) to (N, num_classes), or to features if `num_classes` is 0.
+        name: The model's name in `models.names()`.
         num_classes: Number of logits; 0 for a model without a class head.
-        mean: Mean per colour that is subtracted from images scaled to [0, 1].
-        std: What is divided by thereafter.
-        size: Height and width of its input; images of other sizes are resized.
-        metadata: What else the file says (data set, accuracy, recipe, source).
+        mean: Mean per colour, subtracted from images scaled to [0, 1].
+        std: Standard deviation per colour, by which the result is divided.
+        size: Height and width of the input; images of other sizes are resized.
+        metadata: Other metadata of the file (data set, accuracy, recipe, source).
         interpolation: How images of other sizes are resampled.
         crop_fraction: Share of the resized image's side that the central crop keeps.
     """
@@ -53,21 +53,21 @@ class TrainedModel:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What images need, in the library's own form."""
+        """The preprocessing of images, as the library's own type."""
         sides = (self.size, self.size)
         return Preprocessing(sides, self.mean, self.std, self.interpolation, self.crop_fraction)
 
     def preprocess(self, images: npt.NDArray[np.uint8]) -> Tensor:
-        """Resize images (N, H, W, 3) to the model's input and normalise them, (N, 3, size, size), whichever set they are of.
+        """Resize images (N, H, W, 3) to the model's input size and normalise them, (N, 3, size, size).
 
-        Images that have this size already, because they were decoded for the model, are not cropped again.
+        Images that have this size already, as they were decoded for the model, are not cropped again.
         """
         pixels = images if images.shape[1:3] == (self.size, self.size) else self.preprocessing.array_pixels(images)
         return preprocess(pixels, mean=self.mean, std=self.std)
 
 
 def preprocess(images: npt.NDArray[np.uint8], *, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Divide by 255, subtract `mean`, divide by `std`: the one preprocessing of ID and OOD images alike.
+    """Divide by 255, subtract `mean`, divide by `std`, for ID and OOD images alike.
 
     Args:
         images: Images, uint8, shape (N, H, W, 3).
@@ -75,7 +75,7 @@ def preprocess(images: npt.NDArray[np.uint8], *, mean: Sequence[float], std: Seq
         std: Standard deviation per colour.
 
     Returns:
-        Float32 images, shape (N, 3, H, W), the colours last in memory as in the models.
+        Float32 images, shape (N, 3, H, W), in channels-last memory format, like the models.
 
     Example:
         >>> preprocess(np.full((1, 1, 1, 3), 255, np.uint8), mean=(0.5, 0.5, 0.0), std=(0.5, 0.25, 1.0)).flatten()
@@ -92,7 +92,7 @@ def load_weights(path: Path | str) -> TrainedModel:
     """Read a trained model from a safetensors file that names its architecture and normalisation.
 
     Args:
-        path: The file, as the trainer writes it.
+        path: The file, as written by the trainer.
     """
     tensors, metadata = _read(Path(path))
     if "architecture" not in metadata:
@@ -106,12 +106,12 @@ def load_weights(path: Path | str) -> TrainedModel:
 def load(
     name: str, weights: Path | str, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> TrainedModel:
-    """Read the weights of a model of known name, from a safetensors or a torch file.
+    """Read the weights of a model of known name from a safetensors or torch file.
 
     Args:
         name: One of `names()`.
         weights: The file.
-        mean: Mean per colour, for a file that does not say it.
+        mean: Mean per colour, if the file does not state it.
         std: Standard deviation per colour, likewise.
     """
     path = Path(weights)
@@ -131,7 +131,7 @@ def load(
 def untrained(
     name: str, *, num_classes: int = 10, seed: int = 0, mean: Sequence[float], std: Sequence[float]
 ) -> TrainedModel:
-    """Build a model with random weights that depend on `seed` alone; torch's own random state is left alone."""
+    """Build a model with random weights that depend on `seed` alone, without changing torch's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _colours_last(build(name, num_classes=num_classes))
@@ -142,7 +142,7 @@ def untrained(
 
 
 def _colours_last(model: nn.Module) -> nn.Module:
-    """Lay the weights out so that convolutions keep channels last in memory: up to half faster on CPUs, no loss on GPUs."""
+    """Convert the weights to channels-last memory format: up to 1.5 times as fast on CPUs, no slower on GPUs."""
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
@@ -160,7 +160,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """Tensors of a torch file: a state dict, bare or under `state_dict`, as data-parallel training saves it too."""
+    """Tensors of a torch file: a state dict, bare or under `state_dict`, also of a data-parallel model."""
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
@@ -186,7 +186,7 @@ def _assemble(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
         )
     head = architecture(name).head
     classes = _count_classes(head, tensors, name, path)
-    # Built without memory, then given the file's tensors: no time goes into random weights, and none of torch's state.
+    # Built on the meta device, then given the file's tensors, to spare random initialisation and torch's random state.
     with torch.device("meta"):
         model = build(name, num_classes=classes or 2)
     _check_shapes(name, model, tensors, path)
@@ -198,7 +198,7 @@ def _assemble(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     for key in ("mean", "std"):
         if key not in metadata:
             raise ArtefactError(
-                f"Expected {path.name} to say the {key} that its model normalises with, but it does not. "
+                f"Expected {path.name} to state the {key} of its model's normalisation, but it does not. "
                 f"Pass `mean` and `std` to `models.load`."
             )
     mean, std = (_parse(metadata[key], key, path) for key in ("mean", "std"))
@@ -215,7 +215,7 @@ def _count_classes(head: str | None, tensors: Mapping[str, Tensor], name: str, p
 
 
 def _check_shapes(name: str, model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise unless every parameter and buffer is in the file, in its shape, and nothing else is."""
+    """Raise unless the file has exactly the model's parameters and buffers, in their shapes."""
     expected = {key: value.shape for key, value in model.state_dict().items()}
     missing = sorted(key for key in set(expected) - set(tensors) if not _counter(key))
     extra = sorted(set(tensors) - set(expected))
@@ -230,7 +230,7 @@ def _check_shapes(name: str, model: nn.Module, tensors: Mapping[str, Tensor], pa
 
 
 def _counter(key: str) -> bool:
-    """Whether this is the number of batches that a batch norm saw: of no use at test time, and often left out."""
+    """Whether this is a batch norm's count of batches, unused at test time and often missing."""
     return key.endswith("num_batches_tracked")
 
 
@@ -239,7 +239,7 @@ def _foreign(name: str, path: Path, fact: str) -> str:
 
 
 def _parse(text: str, key: str, path: Path) -> Triple:
-    """Three numbers from `0.5,0.5,0.5`, with or without brackets."""
+    """Parse three numbers such as `0.5,0.5,0.5`, with or without brackets."""
     try:
         return _triple([float(part) for part in text.strip("[]() ").split(",")], key)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """VGG-19 of Simonyan and Zisserman 2015 (ICLR), configuration E, without batch norm, for 32 x 32 images.
 
-Five max-pools leave one pixel of 512 channels, so the two hidden layers are 512 wide where the paper's, made for 7 x 7
-pixels, are 4,096 wide. This is how VGG is usually made for CIFAR, and published weights carry these names.
+Five max-pools leave one pixel of 512 channels, so the two hidden layers have 512 units instead of the paper's 4,096 for
+7 x 7 pixels. This is the usual VGG for CIFAR, and the parameters have the names of published weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VGG19(nn.Module):
             nn.ReLU(),
             nn.Linear(512, num_classes),
         )
-        # Nineteen layers without batch norm do not start to learn from torch's own initialisation.
+        # With torch's default initialisation, nineteen layers without batch norm do not start to learn.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

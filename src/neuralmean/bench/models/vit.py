@@ -1,7 +1,7 @@
 """Vision Transformer of Dosovitskiy et al. 2021 (ICLR) for 32 x 32 images: 4 x 4 patches, 64 tokens and a class token.
 
-Small (9 blocks, 192 wide), since it learns from 50,000 images. The layer norms are modules of their own, before
-attention and MLP (pre-norm), and parameters carry timm's names.
+Small (9 blocks of width 192), as it learns from 50,000 images. Layer norms are separate modules before attention and
+MLP (pre-norm), and parameters have timm's names.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Pre-norm transformer on 4 x 4 patches, classified from its class token.
+    """Pre-norm transformer on 4 x 4 patches that classifies the class token.
 
     Args:
         num_classes: Number of logits.

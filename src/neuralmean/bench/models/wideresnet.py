@@ -1,7 +1,7 @@
 """Wide residual networks of Zagoruyko and Komodakis 2016 (BMVC): pre-activation blocks, `width` times the channels.
 
-Parameters carry the names of the weights that the papers on outlier exposure and energy published, which is why one of
-them is in camel case. No dropout: it is off at test time, and the trainer does without.
+Parameters have the names of the weights published with the papers on outlier exposure and energy, hence one in camel
+case. There is no dropout: it is off at test time, and the trainer does not use it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class _PreActivationBlock(nn.Module):
-    """bn-relu-conv3x3-bn-relu-conv3x3 in parallel with an identity, or a 1x1 convolution where the shape changes."""
+    """bn-relu-conv3x3-bn-relu-conv3x3 in parallel with an identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()

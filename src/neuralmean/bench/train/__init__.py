@@ -1,4 +1,4 @@
-"""One small trainer for the architectures that have no public weights: resumable, on CPU and GPU, writing safetensors."""
+"""A small trainer for architectures without public weights: resumable, on CPU and GPU, writing safetensors."""
 
 from neuralmean.bench.train.loop import Progress
 from neuralmean.bench.train.recipes import Recipe, default_recipe, full_recipe

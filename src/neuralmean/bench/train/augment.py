@@ -1,4 +1,4 @@
-"""Random changes to batches of images, on tensors and on the device that they are on.
+"""Random augmentation of batches of images, as tensors on their device.
 
 Every function takes a `torch.Generator`, so a step's randomness depends on its seed alone and a resumed run sees the
 same images. Images are floats in [0, 1], shape (N, 3, H, W), before normalisation.
@@ -19,7 +19,7 @@ _TO_YIQ = ((0.299, 0.587, 0.114), (0.595716, -0.274453, -0.321263), (0.211456, -
 
 
 def shift_and_flip(images: Tensor, *, pixels: int, flip: bool, generator: Generator) -> Tensor:
-    """Move each image by up to `pixels` in both directions, edges mirrored, and mirror half of the images.
+    """Shift each image by up to `pixels` in both directions, with reflected edges, and mirror half of the images.
 
     Args:
         images: Shape (N, C, H, W).
@@ -66,7 +66,7 @@ def mix(images: Tensor, targets: Tensor, *, alpha: float, generator: Generator) 
 
 
 def two_crops_view(images: Tensor, *, flip: bool, generator: Generator) -> Tensor:
-    """One random view of each image, as MoCo v2 makes two of: crop and rescale, mirror, jitter colours, drop colours.
+    """One random view of each image, as in MoCo v2: crop and rescale, mirror, jitter colours, drop colours.
 
     Args:
         images: Shape (N, 3, H, W).
@@ -105,13 +105,13 @@ def random_resized_crop(images: Tensor, *, smallest: float, flip: bool, generato
 def jitter_colours(images: Tensor, *, generator: Generator, strength: float = 0.4, hue: float = 0.1) -> Tensor:
     """Change brightness, contrast, saturation (by up to `strength`) and hue (by up to `hue` turns) of each image.
 
-    Hue is rotated in YIQ rather than HSV space: one matrix product for the batch, and near enough for an augmentation.
+    Hue is rotated in YIQ rather than HSV space: one matrix product per batch, and close enough for augmentation.
 
     Args:
         images: Shape (N, 3, H, W).
         generator: Source of randomness.
         strength: Largest relative change.
-        hue: Largest turn, 1 being all the way round.
+        hue: Largest rotation; 1 is a full turn.
     """
     n, device = len(images), images.device
     brightness, contrast, saturation = (_uniform(1 - strength, 1 + strength, n, generator, device) for _ in range(3))
@@ -125,7 +125,7 @@ def jitter_colours(images: Tensor, *, generator: Generator, strength: float = 0.
 
 
 def _hue_matrix(angle: Tensor) -> Tensor:
-    """Matrices that turn the hue of RGB colours, shape (N, 3, 3)."""
+    """Matrices that rotate the hue of RGB colours, shape (N, 3, 3)."""
     to_yiq = torch.tensor(_TO_YIQ, device=angle.device, dtype=angle.dtype)
     turn = torch.zeros(len(angle), 3, 3, device=angle.device, dtype=angle.dtype)
     turn[:, 0, 0] = 1

@@ -1,6 +1,6 @@
-"""The state of a training run in one file: written whole or not at all, and only ever read back by the same run.
+"""The state of a training run in one file, written atomically and read back by the same run only.
 
-Safetensors with a header of JSON; no pickle. The optimiser's tensors are kept by parameter number.
+Safetensors with a JSON header, no pickle. The optimiser's tensors are stored by parameter number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FORMAT_VERSION = "1"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file in one step: a reader of `path` sees the old file or the new one."""
-    # A copy each: safetensors refuses tensors that share memory or are not contiguous.
+    """Write a safetensors file atomically: a reader of `path` sees the old file or the new one."""
+    # Copied, as safetensors rejects tensors that share memory or are not contiguous.
     plain = {
         key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for key, value in tensors.items()
@@ -40,14 +40,14 @@ def save_checkpoint(
     run: Mapping[str, Any],
     at: Mapping[str, Any],
 ) -> None:
-    """Write where a run is.
+    """Write the state of a run.
 
     Args:
         path: The checkpoint.
-        state: The tensors of the model and what else is learnt.
-        optimizer: Its state is kept too.
-        run: What the run is; only the same run may go on from here.
-        at: How far it is.
+        state: The tensors of the model and everything else that is learnt.
+        optimizer: The optimiser, whose state is saved too.
+        run: The identity of the run; only the same run may resume from the checkpoint.
+        at: The progress of the run.
     """
     tensors = {f"state/{key}": value for key, value in state.items()}
     for number, values in optimizer.state_dict()["state"].items():
@@ -61,15 +61,15 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, optimizer: torch.optim.Optimizer, run: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint back, restoring the optimiser.
+    """Read a checkpoint and restore the optimiser.
 
     Args:
         path: The checkpoint.
-        optimizer: Gets its state back.
-        run: What the run is.
+        optimizer: The optimiser to restore.
+        run: The identity of the run.
 
     Returns:
-        The tensors of the state, and how far the run was.
+        The tensors of the state, and the progress of the run.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -78,14 +78,14 @@ def load_checkpoint(
         held, at = json.loads(header["run"]), json.loads(header["at"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ArtefactError(
-            f"Expected {path.name} to be a checkpoint, but it is damaged ({error}). Remove it to start anew."
+            f"Expected {path.name} to be a checkpoint, but it is damaged ({error}). Remove it to start over."
         ) from error
     same = json.loads(json.dumps(run))
     if held != same or header.get("format_version") != FORMAT_VERSION:
         differing = sorted(key for key in {*held, *same} if held.get(key) != same.get(key)) or ["format_version"]
         raise ArtefactError(
             f"Expected {path.name} to be a checkpoint of this run, but it is of another one: {', '.join(differing)} "
-            "differ. Go on with the same arguments, pass `resume=False` to start anew, or name another `out`."
+            "differ. Resume with the same arguments, pass `resume=False` to start anew, or name another `out`."
         )
     optimizer_state: dict[int, dict[str, Tensor]] = {}
     for key in [key for key in tensors if key.startswith("optimizer/")]:
@@ -97,7 +97,7 @@ def load_checkpoint(
 
 
 def held_run(path: Path) -> dict[str, Any]:
-    """Return what the run of a checkpoint is; empty where there is no checkpoint that can be read."""
+    """Return the identity of the run of a checkpoint; empty if there is no readable checkpoint."""
     try:
         with safe_open(path, framework="pt") as handle:
             held = json.loads((handle.metadata() or {})["run"])
@@ -107,6 +107,6 @@ def held_run(path: Path) -> dict[str, Any]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint and the leftovers of a run that was killed while writing it."""
+    """Remove a checkpoint and temporary files of a run that was killed while writing it."""
     remove_leftovers(path)
     path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""The one training loop: steps, schedule, checkpoints. The task defines the loss.
+"""The training loop: steps, schedule, checkpoints. The task defines the loss.
 
-Nothing here draws from a random state that lives on from step to step: the order of an epoch depends on the seed and the
-epoch, a step's augmentation and dropout on the seed and the step. A run that was killed therefore resumes and reaches the very
-numbers that it would have reached undisturbed.
+No random state is carried from step to step: the order of an epoch depends on the seed and the epoch, and a step's
+augmentation and dropout on the seed and the step. A killed run that resumes therefore gives exactly the numbers of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ REPORT_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is; epochs count from 1, `step` is the number of steps done, `loss` the mean since the last report.
+    """Progress of training; epochs count from 1, `step` is the number of finished steps, `loss` the mean since the last report.
 
-    `seconds` are those of the whole run so far, `left` an estimate of those to come.
+    `seconds` is the time of the whole run so far, `left` an estimate of the remaining time.
     """
 
     step: int
@@ -46,30 +46,30 @@ class Progress:
 
 
 class Task(Protocol):
-    """What is trained."""
+    """A model in training, with its loss."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimiser changes."""
+        """Return the parameters to optimise."""
 
     def loss(self, images: Tensor, labels: Tensor | None, generator: torch.Generator) -> Tensor:
         """Loss of one batch of images in [0, 1], shape (N, 3, H, W)."""
 
     def after_step(self) -> None:
-        """Do what follows a step of the optimiser."""
+        """Called after each step of the optimiser."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that is learnt or kept from step to step, by name."""
+        """Return everything that is learnt or kept between steps, by name."""
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how a run proceeds, apart from what it computes."""
+    """Settings of a run that do not affect its result."""
 
     checkpoint: Path
-    identity: dict[str, Any]  # what the run is; a checkpoint of another is refused
+    identity: dict[str, Any]  # identity of the run; checkpoints of other runs are rejected
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Precision = "float32"
@@ -79,12 +79,12 @@ class Setting:
 
 
 def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setting: Setting) -> float:
-    """Train, from the checkpoint on if there is one, and return the seconds that all of it took.
+    """Train, resuming from the checkpoint if there is one, and return the total time in seconds.
 
     Args:
-        task: What is trained.
+        task: A model in training, with its loss.
         images: uint8, shape (N, 3, 32, 32), on the device.
-        labels: Shape (N,), where the task needs any.
+        labels: Shape (N,); None if the task needs none.
         recipe: How.
         setting: Where to run, and how to report progress.
     """
@@ -103,12 +103,12 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
         start, before = int(at["step"]), float(at["seconds"])
     clock = _Clock(before)
 
-    def keep(step: int) -> None:
+    def save(step: int) -> None:
         at = {"step": step, "seconds": clock.seconds()}
         save_checkpoint(setting.checkpoint, task.state(), optimizer, setting.identity, at)
         clock.saved()
 
-    def tell(done: int, epoch: int, loss: float, rate: float) -> None:
+    def report(done: int, epoch: int, loss: float, rate: float) -> None:
         if setting.progress is not None:
             work = [work_until(recipe, number, per_epoch) for number in (start, done, steps)]
             left = clock.here() * (work[2] - work[1]) / max(work[1] - work[0], 1e-9)
@@ -123,34 +123,34 @@ def run(task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, setti
                 order = torch.randperm(len(images), generator=_generator(setting.seed, epoch, stream=0))
             rows = order[place * recipe.batch_size : (place + 1) * recipe.batch_size].to(images.device)
             rate = set_learning_rate(optimizer, recipe, step, steps)
-            shown = resize(images[rows].float() / 255, recipe.size_at(epoch))
-            loss = _step(task, shown, None if labels is None else labels[rows], optimizer, recipe, setting, step)
+            inputs = resize(images[rows].float() / 255, recipe.size_at(epoch))
+            loss = _step(task, inputs, None if labels is None else labels[rows], optimizer, recipe, setting, step)
             done = step + 1
             losses.append(loss)
             if done % REPORT_EVERY == 0 or done == steps:
                 mean = _finite_mean(losses, done)
                 losses.clear()
-                tell(done, epoch, mean, rate)
+                report(done, epoch, mean, rate)
             if done < steps and clock.since_saved() >= setting.checkpoint_seconds:
-                keep(done)
+                save(done)
     except KeyboardInterrupt:
-        # Between two steps nothing is lost; within one, the checkpoint before it stands.
+        # Between two steps nothing is lost; within a step, the previous checkpoint is kept.
         if done == step + 1:
-            keep(done)
+            save(done)
         raise
-    keep(done)
+    save(done)
     return clock.seconds()
 
 
 def resize(images: Tensor, size: int | None) -> Tensor:
-    """Scale images (N, C, H, W) to `size` pixels a side; None, or their own size, leaves them as they are."""
+    """Scale images (N, C, H, W) to `size` pixels a side; None keeps their size."""
     if size is None or images.shape[-2:] == (size, size):
         return images
     return F.interpolate(images, (size, size), mode="bilinear", antialias=True, align_corners=False)
 
 
 def work_until(recipe: Recipe, step: int, per_epoch: int) -> float:
-    """How much is done before a step, counted in steps at the largest size: time goes with the number of pixels.
+    """Work before a step, in steps at the largest size, assuming time proportional to the number of pixels.
 
     Example:
         >>> work_until(Recipe(epochs=2, stages=((16, 1), (32, 1))), 15, per_epoch=10)
@@ -178,7 +178,7 @@ def _step(
     device = setting.device
     generator = _generator(setting.seed, step, stream=1)
     autocast = torch.autocast(device.type, torch.bfloat16) if setting.precision == "bfloat16" else nullcontext()
-    # Dropout draws from the global state: set it for the step, and give the caller's back.
+    # Dropout uses the global random state: set it for the step, then restore the caller's.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _attention(device):
         torch.manual_seed(_seed(setting.seed, step, stream=2))
         with autocast:
@@ -193,28 +193,28 @@ def _step(
 
 
 def _attention(device: torch.device) -> AbstractContextManager[None]:
-    """On a CPU, plain attention: the backward pass of the fused kernel took two thirds of a ViT's step."""
+    """Use plain attention on a CPU: the backward pass of the fused kernel took two thirds of a ViT's step."""
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 
 def trial_step(
     task: Task, images: Tensor, labels: Tensor | None, recipe: Recipe, *, device: torch.device, precision: Precision
 ) -> Callable[[int], None]:
-    """Return a function that does one step on the first batch at a size, to be timed; it changes the task."""
+    """Return a function that runs one step on the first batch at a given size, for timing; it changes the task."""
     setting = Setting(checkpoint=Path(), identity={}, device=device, precision=precision)
     optimizer = make_optimizer(task.parameters(), recipe)
     first = None if labels is None else labels[: recipe.batch_size]
 
     def step(size: int) -> None:
-        shown = resize(images[: recipe.batch_size].float() / 255, size)
-        # `item` waits for a GPU to be done.
-        _step(task, shown, first, optimizer, recipe, setting, 0).item()
+        inputs = resize(images[: recipe.batch_size].float() / 255, size)
+        # `item` waits for the GPU.
+        _step(task, inputs, first, optimizer, recipe, setting, 0).item()
 
     return step
 
 
 def make_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
-    """Build the recipe's optimiser; biases, norms and embeddings do not decay."""
+    """Create the recipe's optimiser, without weight decay for biases, norms and embeddings."""
     decayed = [parameter for parameter in parameters if parameter.ndim in (2, 4)]
     others = [parameter for parameter in parameters if parameter.ndim not in (2, 4)]
     groups = [
@@ -254,7 +254,7 @@ def _finite_mean(losses: list[Tensor], step: int) -> float:
     mean = float(torch.stack(losses).mean())
     if not math.isfinite(mean):
         raise InputError(
-            f"Expected the loss to be finite, but got {mean!r} at step {step}. Training ran away: pass a recipe with a "
+            f"Expected the loss to be finite, but got {mean!r} at step {step}. Training diverged: pass a recipe with a "
             "lower `learning_rate` or a `max_norm`."
         )
     return mean
@@ -272,7 +272,7 @@ def _generator(seed: int, number: int, *, stream: int) -> torch.Generator:
 
 
 class _Clock:
-    """Seconds of a run, those before an interruption included."""
+    """Time of a run, including the time before interruptions."""
 
     def __init__(self, before: float) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""Momentum contrast: learning an encoder from images without labels, and judging it by its neighbours.
+"""Momentum contrast: trains an encoder on images without labels, and evaluates it by a linear probe.
 
 He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020, with the projection head and the
 augmentation of its second version (Chen et al. 2020), sized as in the authors' CIFAR demonstration.
@@ -7,7 +7,6 @@ augmentation of its second version (Chen et al. 2020), sized as in the authors' 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,21 +18,21 @@ from neuralmean.bench.train.recipes import Recipe
 from neuralmean.bench.train.supervised import part
 from neuralmean.errors import InputError
 
-WIDTH = 128  # of the projection
-GROUP = 32  # images whose batch-norm statistics the key encoder takes together
+WIDTH = 128  # width of the projection
+GROUP = 32  # images per batch-norm group of the key encoder
 
 
 class MoCo:
-    r"""The task of `loop.run` that trains an encoder by momentum contrast.
+    r"""A task of `loop.run` that trains an encoder by momentum contrast.
 
-    With q the projection of one view of an image by the encoder, k+ that of another view by the key encoder, a moving
-    average of the first, and k- the queue of earlier keys, all of length one, the loss is
+    Let q be the encoder's projection of one view of an image, k+ the projection of another view by the key encoder (a
+    moving average of the encoder), and k- the queue of earlier keys, all of unit length. The loss is
 
     .. math::
         -\log \frac{\exp(q \cdot k_+ / \tau)}{\exp(q \cdot k_+ / \tau) + \sum_{k_-} \exp(q \cdot k_- / \tau)}
 
-    (Eq. 1 of the paper). Keys go through the key encoder in shuffled groups, so that batch norm cannot give away which
-    key belongs to which query ("Shuffling BN", section 3.3; there the groups are GPUs).
+    (Eq. 1 of the paper). Keys go through the key encoder in shuffled groups, so that batch norm cannot reveal which key
+    belongs to which query ("Shuffling BN", section 3.3; there the groups are GPUs).
 
     Args:
         encoder: Maps normalised images to features (N, `features`); trained in place.
@@ -41,7 +40,7 @@ class MoCo:
         recipe: Temperature, queue, momentum.
         mean: Mean per colour.
         std: Standard deviation per colour.
-        seed: Of the heads and of the queue's first content.
+        seed: Seed of the heads and of the queue's initial content.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class MoCo:
         return copy.deepcopy(self.model).eval()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimiser changes."""
+        """Return the parameters to optimise."""
         return list(self.query.parameters())
 
     def compile(self) -> None:
@@ -88,7 +87,7 @@ class MoCo:
         self.key.compile(dynamic=False)
 
     def loss(self, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
-        """Contrastive loss of one batch of images in [0, 1], shape (N, 3, H, W); labels are not looked at."""
+        """Contrastive loss of one batch of images in [0, 1], shape (N, 3, H, W); labels are ignored."""
         one, other = (
             (two_crops_view(images, flip=self.recipe.flip, generator=generator) - self.mean) / self.std
             for _ in range(2)
@@ -110,7 +109,7 @@ class MoCo:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the key encoder, and put the step's keys in place of the oldest ones."""
+        """Update the key encoder, and replace the oldest keys by those of the step."""
         for moved, leading in zip(self.key.parameters(), self.query.parameters(), strict=True):
             moved.lerp_(leading, 1 - self.recipe.key_momentum)
         if self._keys is not None:
@@ -120,13 +119,13 @@ class MoCo:
             self._keys = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return both encoders, the queue, and where it is to be filled next."""
+        """Return both encoders, the queue and its position."""
         state = {f"query.{key}": value for key, value in self.query.state_dict().items()}
         state |= {f"key.{key}": value for key, value in self.key.state_dict().items()}
         return state | {"queue": self.queue, "place": self.place}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self.query.load_state_dict(part(state, "query."))
         self.key.load_state_dict(part(state, "key."))
         self.queue = state["queue"].to(self.queue.device)
@@ -134,41 +133,26 @@ class MoCo:
 
 
 def contrast(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """Return the mean loss of queries (N, D) with their keys (N, D) among the queue (K, D)."""
+    """Return the mean loss of queries (N, D) with their keys (N, D) and the queue (K, D)."""
     positive = (queries * keys).sum(dim=1, keepdim=True)
     negative = queries @ queue.T
     logits = torch.cat([positive, negative], dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def neighbour_accuracy(
-    features: Tensor,
-    labels: Tensor,
-    test_features: Tensor,
-    test_labels: Tensor,
-    *,
-    k: int = 200,
-    temperature: float = 0.1,
-) -> float:
-    """Percent of test images whose class is that of their nearest neighbours, each counting exp(cosine / temperature).
-
-    The usual measure of an encoder without a class head (Wu et al. 2018; the authors of MoCo use it on CIFAR).
+def linear_accuracy(features: Tensor, labels: Tensor, test_features: Tensor, test_labels: Tensor) -> float:
+    """Accuracy in percent of a linear classifier on frozen features, the usual measure of an encoder.
 
     Args:
-        features: Of the training images, shape (N, D).
+        features: Features of the training images, shape (N, D).
         labels: Their classes, shape (N,).
-        test_features: Of the test images, shape (M, D).
+        test_features: Features of the test images, shape (M, D).
         test_labels: Their classes, shape (M,).
-        k: Number of neighbours.
-        temperature: How fast a neighbour's say falls with distance.
     """
-    bank = F.normalize(features, dim=1)
-    classes = int(labels.max()) + 1
-    right = 0
-    chunks = torch.arange(len(test_features)).chunk(math.ceil(len(test_features) / 500))
-    for chunk in chunks:
-        rows, truth = F.normalize(test_features[chunk], dim=1), test_labels[chunk]
-        cosine, nearest = (rows @ bank.T).topk(min(k, len(bank)), dim=1)  # (M, k)
-        votes = torch.zeros(len(rows), classes).scatter_add_(1, labels[nearest], (cosine / temperature).exp())
-        right += int((votes.argmax(dim=1) == truth).sum())
-    return 100 * right / len(test_labels)
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=200, tol=1e-3))
+    probe.fit(features.double().numpy(), labels.numpy())
+    return 100 * float(probe.score(test_features.double().numpy(), test_labels.numpy()))

@@ -1,7 +1,7 @@
-"""A recipe that fits into the time there is: measures a few steps, then chooses image sizes and epochs.
+"""Fits a recipe into a time budget: measures a few steps, then chooses image sizes and epochs.
 
-Small images first: an epoch at 16 pixels costs about a quarter of one at 32 and teaches nearly as much at the
-beginning. Networks that take only their own size (ConvNet-4, VGG-19, ViT) are trained at it throughout.
+Training starts with small images: an epoch at 16 pixels costs about a quarter of one at 32 and is nearly as useful at
+the beginning. Networks with a fixed input size (ConvNet-4, VGG-19, ViT) train at that size throughout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from neuralmean.bench.train.recipes import Recipe
 from neuralmean.errors import InputError
 
 SIZES = (16, 20, 24, SIZE)
-_SHARES = {16: 3, 20: 2, 24: 1, SIZE: 2}  # of every eight epochs: took ResNet-34 to 88 % on CIFAR-10 in eight
-_RESERVE = 0.05  # of the budget, for the accuracy and for what else the machine does
-_FEW = 20  # epochs below which a network underfits: it is shifted less, its rate rises for longer, and it gets norms
+_SHARES = {16: 3, 20: 2, 24: 1, SIZE: 2}  # per eight epochs: ResNet-34 reached 88 % on CIFAR-10 in eight
+_RESERVE = 0.05  # of the budget, for measuring the accuracy and for other load
+_FEW = 20  # with fewer epochs, a network underfits: it gets smaller shifts, a longer warm-up, and norms
 _STEPS = 3
 
 
 def usable_sizes(name: str) -> tuple[int, ...]:
-    """Which of `SIZES` a network takes, found by passing images without content through one without weights."""
+    """Return which of `SIZES` a network accepts, by a pass on the meta device."""
     with torch.device("meta"):
         model = build(name)
         return tuple(size for size in SIZES if size == SIZE or _takes(model, size))
@@ -40,10 +40,10 @@ def _takes(model: torch.nn.Module, size: int) -> bool:
 
 
 def measure(step: Callable[[int], object], sizes: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of one step at each size: the best of a few, after one that warms up.
+    """Measure the seconds of one step at each size: the best of a few, after a warm-up.
 
     Args:
-        step: Does one step of training at a size.
+        step: Runs one training step at a given size.
         sizes: The sizes.
     """
     return {size: min([_seconds(step, size) for _ in range(_STEPS + 1)][1:]) for size in sizes}
@@ -59,13 +59,13 @@ def plan(recipe: Recipe, epoch_seconds: Mapping[int, float], budget: float, *, s
     """Fit a recipe into a budget.
 
     Args:
-        recipe: The whole recipe; returned unchanged if there is time for all of it.
-        epoch_seconds: What an epoch takes at each size that the network can be trained at.
+        recipe: The full recipe; returned unchanged if it fits.
+        epoch_seconds: Seconds per epoch at each size that the network accepts.
         budget: Seconds.
-        started: Whether the network is trained already: then it sees only the largest images, at half the rate.
+        started: Whether the network is already trained; it then gets only the largest images, at half the learning rate.
 
     Returns:
-        The recipe with `stages` and as many epochs as there is time for.
+        The recipe with `stages` and as many epochs as fit.
 
     Example:
         >>> plan(Recipe(epochs=200), {16: 60, 20: 90, 24: 130, 32: 230}, 1050).stages
@@ -84,7 +84,7 @@ def plan(recipe: Recipe, epoch_seconds: Mapping[int, float], budget: float, *, s
     stages: tuple[tuple[int, int], ...] = ((largest, 1),)
     most = min(recipe.epochs, int(time_left / min(epoch_seconds.values())))
     for epochs in range(2, most + 1):
-        # One epoch more may cost less: rounding then takes one from the largest size.
+        # One more epoch may cost less, if rounding takes one from the largest size.
         longer = _share(sizes, epochs)
         if sum(epoch_seconds[size] * number for size, number in longer) <= time_left:
             stages = longer
@@ -92,7 +92,7 @@ def plan(recipe: Recipe, epoch_seconds: Mapping[int, float], budget: float, *, s
 
 
 def _share(sizes: tuple[int, ...], epochs: int) -> tuple[tuple[int, int], ...]:
-    """Share epochs among sizes; the largest gets at least one, and what rounding leaves over."""
+    """Distribute epochs over sizes; the largest gets at least one, and the remainder of rounding."""
     *small, largest = sizes
     whole = sum(_SHARES.get(size, 1) for size in sizes)
     stages = [(size, epochs * _SHARES.get(size, 1) // whole) for size in small]
@@ -109,7 +109,7 @@ def _shorten(recipe: Recipe, *, started: bool) -> Recipe:
 
 
 def duration(seconds: float) -> str:
-    """Say a time for people.
+    """Format a duration.
 
     Example:
         >>> duration(40), duration(600), duration(9000)

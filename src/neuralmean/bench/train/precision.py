@@ -1,7 +1,7 @@
-"""Whether bfloat16 is worth it on this machine's CPU: found out in a process of its own.
+"""Tests in a separate process whether bfloat16 is worthwhile on this machine's CPU.
 
-Some machines announce bfloat16 and end a backward pass with an illegal instruction, which would take the training run
-along. Others emulate it, slower than float32.
+Some machines announce bfloat16 but crash with an illegal instruction in the backward pass, which would end the training
+run. Others emulate it, slower than float32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-WORTH_IT = 1.2  # times as fast: below, the loss of digits is for nothing
+WORTH_IT = 1.2  # times as fast as float32; below, it is not worth the loss of precision
 _SECONDS = 120.0
-# Best of three steps of a few convolutions, as they are in ResNet-34: float32, then bfloat16.
+# Best of three steps of a few convolutions like those of ResNet-34: float32, then bfloat16.
 _PROBE = """
 import sys, time
 import torch
@@ -40,17 +40,17 @@ for reduced in (False, True):
 
 @cache
 def bfloat16_gain(probe: str = _PROBE) -> float | None:
-    """How many times as fast as float32 a training step is in bfloat16 on this CPU; None where it does not work.
+    """Return the speed-up of a training step in bfloat16 over float32 on this CPU; None if it does not work.
 
     Args:
-        probe: The program that finds out; it prints the seconds of a step in float32, then in bfloat16.
+        probe: The test program; it prints the seconds of a step in float32, then in bfloat16.
     """
     command = [sys.executable, "-c", probe, str(torch.get_num_threads())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode != 0:  # below zero: ended by a signal, such as that of an illegal instruction
+    if done.returncode != 0:  # negative: killed by a signal, such as SIGILL
         return None
     try:
         full, reduced = (float(line) for line in done.stdout.split())

@@ -1,7 +1,7 @@
-"""How each architecture is trained by default: one recipe per name, all of them data.
+"""The default training recipe of each architecture.
 
-The recipes are those of the papers with the schedule that has since become usual: linear warm-up, then a cosine down to
-zero. Sizes are for a GPU, except ConvNet-4, which is sized to be trained within an hour on two cores.
+The recipes are those of the papers with today's usual schedule: linear warm-up, then cosine decay to zero. Sizes are
+for a GPU, except for ConvNet-4, which can be trained within an hour on two cores.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from neuralmean.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that determines training, apart from the model, the images and the seed.
+    """Everything that determines training except the model, the images and the seed.
 
     Attributes:
         epochs: Passes over the images.
-        stages: Pairs of image size and epochs, in turn, that add up to `epochs`; empty: every epoch at the images' own size.
-        batch_size: Images per step; what is left over at the end of an epoch is left out of it.
+        stages: Pairs of image size and epochs, in order, that add up to `epochs`; empty for the images' own size throughout.
+        batch_size: Images per step; an incomplete last batch of an epoch is dropped.
         optimizer: `"sgd"` with momentum, or `"adamw"`.
-        learning_rate: The highest one, reached after the warm-up.
-        momentum: Of SGD.
-        nesterov: Whether SGD looks ahead.
-        weight_decay: On matrices and convolutions; never on biases, norms and embeddings.
-        warmup: Share of the steps in which the learning rate rises.
-        label_smoothing: Share of the target that is spread over all classes.
-        mixup: Parameter of the Beta distribution that two images are mixed by; 0: not at all.
-        crop: Pixels by which an image is shifted at most.
+        learning_rate: The peak learning rate, after the warm-up.
+        momentum: Momentum of SGD.
+        nesterov: Whether SGD uses Nesterov momentum.
+        weight_decay: Weight decay of matrices and convolutions; biases, norms and embeddings have none.
+        warmup: Share of the steps with a rising learning rate.
+        label_smoothing: Share of the target spread over all classes.
+        mixup: Parameter of the Beta distribution for mixing two images; 0 disables mixup.
+        crop: Largest random shift in pixels.
         flip: Whether images are mirrored at random. Off for SVHN: a mirrored digit is not a digit.
-        max_norm: Largest norm of the gradient; 0: no limit.
-        ema: Share that an average of the weights keeps at each step, and the average is what is saved; 0: no average.
-        norms: Whether a network without norms is trained with a batch norm after each convolution, folded into it at the end.
-        temperature: Of MoCo's loss.
-        queue: Number of MoCo's negatives.
-        key_momentum: Share that MoCo's second encoder keeps at each step.
+        max_norm: Largest norm of the gradient; 0 for no limit.
+        ema: Decay of the moving average of the weights, which is then saved instead of them; 0 for no average.
+        norms: Whether to train a network without norms with temporary batch norms; see `norms`.
+        temperature: Temperature of MoCo's loss.
+        queue: Number of MoCo's negative keys.
+        key_momentum: Momentum of MoCo's key encoder.
     """
 
     epochs: int
@@ -81,7 +81,7 @@ class Recipe:
             )
 
     def size_at(self, epoch: int) -> int | None:
-        """Size of the images in an epoch that counts from 0; None where they stay as they are.
+        """Size of the images in an epoch, counted from 0; None for their own size.
 
         Example:
             >>> [Recipe(epochs=3, stages=((16, 2), (32, 1))).size_at(epoch) for epoch in range(3)]
@@ -94,12 +94,12 @@ class Recipe:
         return None
 
     def to_json(self) -> str:
-        """Write the recipe as one line of JSON."""
+        """Return the recipe as one line of JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Recipe:
-        """Build from parsed JSON, refusing unknown keys."""
+        """Create a recipe from parsed JSON, rejecting unknown keys."""
         allowed = [field.name for field in fields(cls)]
         unknown = sorted(set(raw) - set(allowed))
         if unknown:
@@ -110,7 +110,7 @@ class Recipe:
 
 _RESNET = Recipe(epochs=200)
 _RECIPES = {
-    # An epoch of 50,000 images takes about 19 minutes on two cores: few epochs, so a mild shift.
+    # An epoch of 50,000 images takes about 19 minutes on two cores, so there are few epochs, with small shifts.
     "convnet4": Recipe(epochs=3, learning_rate=0.1, warmup=0.2, crop=2),
     "resnet20": replace(_RESNET, weight_decay=1e-4),
     "resnet32": replace(_RESNET, weight_decay=1e-4),
@@ -133,17 +133,17 @@ _RECIPES = {
         mixup=0.8,
         max_norm=1.0,
     ),
-    # Of the authors' CIFAR demonstration, for half its batch.
+    # From the authors' CIFAR demonstration, for half its batch size.
     "moco-resnet34": Recipe(epochs=400, batch_size=256, learning_rate=0.03, nesterov=False, warmup=0.0, crop=0),
 }
 
 
 def default_recipe(name: str, *, dataset: str = "cifar10") -> Recipe:
-    """Return the recipe by which a model is trained if nothing else is said.
+    """Return the default recipe of a model.
 
     Args:
         name: One of `models.names()`.
-        dataset: The set it is trained on.
+        dataset: The training set.
     """
     architecture(name)
     recipe = _RECIPES[name]
@@ -151,11 +151,11 @@ def default_recipe(name: str, *, dataset: str = "cifar10") -> Recipe:
 
 
 def full_recipe(name: str, *, dataset: str = "cifar10") -> Recipe:
-    """Return the recipe of the architecture's paper, whatever it takes; ConvNet-4, which has none, gets that of ResNets.
+    """Return the recipe of the architecture's paper at full length; ConvNet-4, which has none, gets that of ResNets.
 
     Args:
         name: One of `models.names()`.
-        dataset: The set it is trained on.
+        dataset: The training set.
     """
     recipe = default_recipe(name, dataset=dataset)
     return replace(_RESNET, flip=recipe.flip) if name == "convnet4" else recipe

@@ -16,7 +16,7 @@ from neuralmean.bench.train.recipes import Recipe
 
 
 class Supervised:
-    """The task of `loop.run` that trains a classifier.
+    """A task of `loop.run` that trains a classifier.
 
     Args:
         model: Maps normalised images to logits; trained in place.
@@ -40,11 +40,11 @@ class Supervised:
 
     @property
     def result(self) -> nn.Module:
-        """A copy of the model to keep, without the norms it was trained with: the average, where there is one."""
+        """A copy of the trained model, or of its moving average if there is one, without temporary norms."""
         return fold_norms(self.model if self.average is None else self.average)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return what the optimiser changes."""
+        """Return the parameters to optimise."""
         return list(self.model.parameters())
 
     def compile(self) -> None:
@@ -67,7 +67,7 @@ class Supervised:
         return F.cross_entropy(logits.float(), targets, label_smoothing=recipe.label_smoothing)
 
     def after_step(self) -> None:
-        """Move the average towards the model, batch-norm buffers included."""
+        """Update the moving average, including batch-norm buffers."""
         if self.average is None:
             return
         current = self.model.state_dict()
@@ -78,14 +78,14 @@ class Supervised:
                 value.copy_(current[key])
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights, and those of the average."""
+        """Return the weights and their moving average."""
         state = {f"model.{key}": value for key, value in self.model.state_dict().items()}
         if self.average is not None:
             state |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self.model.load_state_dict(part(state, "model."))
         if self.average is not None:
             self.average.load_state_dict(part(state, "average."))

@@ -1,7 +1,7 @@
 """`train`: a model's name and images in, a file of weights out.
 
-Joins the parts: recipe, task, loop, evaluation, file. The file says what the model is, which normalisation it expects, how
-it was trained and how good it is, with the same keys as the weights that others made.
+Combines recipe, task, loop, evaluation and file. The metadata of the file has the architecture, the normalisation, the
+training and the accuracy, under the same keys as published weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neuralmean.bench.models import TrainedModel, accuracy, architecture, build,
 from neuralmean.bench.models.trained import SIZE, Triple
 from neuralmean.bench.train.checkpoint import held_run, remove_checkpoint, save_tensors
 from neuralmean.bench.train.loop import Precision, Progress, Setting, run, trial_step
-from neuralmean.bench.train.moco import MoCo, neighbour_accuracy
+from neuralmean.bench.train.moco import MoCo, linear_accuracy
 from neuralmean.bench.train.plan import measure, plan, usable_sizes
 from neuralmean.bench.train.precision import WORTH_IT, bfloat16_gain
 from neuralmean.bench.train.recipes import Recipe, default_recipe, full_recipe
@@ -56,22 +56,22 @@ def train(
     Args:
         name: One of `models.names()`.
         id_set: Images to train on, with labels unless the model is `moco-resnet34`.
-        out: The safetensors file to write. Beside it lies `<out>.checkpoint` until training is done.
-        test_set: Images to measure the accuracy on; without it the file says none.
-        epochs: Passes over the images, in place of the recipe's.
-        recipe: How to train; `default_recipe(name)` if not given.
-        num_classes: Number of classes; read off the labels if not given.
-        seed: Of weights, order, augmentation and dropout: the same seed gives the same weights on the same machine.
-        device: Where to train; a GPU if there is one.
-        precision: `"bfloat16"` is faster where the processor has it, which a process of its own finds out; `"auto"` takes
-            it where it works and is faster.
-        compiled: Whether to compile the model first, a minute for each image size, after which steps of ResNet-34 and ViT
-            take about 0.6 of the time; VGG-19 and ConvNet-4 gain nothing.
-        budget: Seconds that training may take: a few steps are measured, and image sizes and epochs chosen to fit.
-        init: Weights of the same architecture to start from; their normalisation is kept.
-        resume: Whether to go on from a checkpoint that is there, or to start anew.
-        overwrite: Whether `out` may be there already.
-        checkpoint_seconds: How often the state is kept on disk; at most this much work is lost.
+        out: The safetensors file to write. `<out>.checkpoint` exists next to it until training is finished.
+        test_set: Images to measure the accuracy on; without them, the file states none.
+        epochs: Passes over the images, instead of the recipe's.
+        recipe: How to train; None takes `default_recipe(name)`.
+        num_classes: Number of classes; None takes it from the labels.
+        seed: Seed of weights, order, augmentation and dropout: the same seed gives the same weights on the same machine.
+        device: Where to train; None takes a GPU if there is one.
+        precision: `"bfloat16"` is faster on processors that support it; `"auto"` uses it if it works and is faster, as
+            tested in a separate process.
+        compiled: Whether to compile the model first, which takes a minute per image size. Steps of ResNet-34 and ViT
+            then take about 0.6 of the time; VGG-19 and ConvNet-4 gain nothing.
+        budget: Seconds that training may take; image sizes and epochs are chosen to fit, by timing a few steps.
+        init: Weights of the same architecture to start from, with their normalisation.
+        resume: Whether to resume from an existing checkpoint.
+        overwrite: Whether `out` may exist already.
+        checkpoint_seconds: Seconds between checkpoints, and so the most work that an interruption can lose.
         progress: Called every few steps.
 
     Returns:
@@ -95,7 +95,7 @@ def train(
             task.compile()
         return task
 
-    # What was measured when the run began holds to its end: the machine may be faster or slower by now.
+    # The plan of the first start is kept: the machine may be faster or slower now.
     begun = held_run(checkpoint_of(out)) if resume else {}
     precision = _choose_precision(precision, where, begun)
     if budget is not None:
@@ -139,14 +139,14 @@ def train(
 
 
 def checkpoint_of(out: Path | str) -> Path:
-    """Return where the checkpoint of a run that writes `out` lies."""
+    """Return the path of the checkpoint of a run that writes `out`."""
     return Path(out).with_name(f"{Path(out).name}.checkpoint")
 
 
 def colour_moments(images: ImageSet) -> tuple[Triple, Triple]:
     """Mean and standard deviation per colour of images scaled to [0, 1], to four digits."""
     flat = images.images.reshape(-1, 3)
-    # Counts of the 256 values give exact moments at a fraction of the memory.
+    # Counting the 256 values gives exact moments in a fraction of the memory.
     counts = [np.bincount(flat[:, colour], minlength=256) for colour in range(3)]
     values = np.arange(256) / 255
     mean = [float((count * values).sum() / len(flat)) for count in counts]
@@ -155,7 +155,7 @@ def colour_moments(images: ImageSet) -> tuple[Triple, Triple]:
         for count, centre in zip(counts, mean, strict=True)
     ]
     if min(spread) == 0:
-        raise InputError("Expected images whose colours vary, but got one colour throughout. Check the data set.")
+        raise InputError("Expected images whose colours vary, but got a single colour. Check the data set.")
     rounded = [round(value, 4) for value in (*mean, *(max(value, 1e-4) for value in spread))]
     return (rounded[0], rounded[1], rounded[2]), (rounded[3], rounded[4], rounded[5])
 
@@ -171,7 +171,7 @@ def _starting_point(name: str, path: Path | str, classes: int) -> TrainedModel:
 
 
 def _choose_precision(asked: Precision | Literal["auto"], device: torch.device, begun: Mapping[str, Any]) -> Precision:
-    """Decide between float32 and bfloat16; a run that has begun keeps what it began with."""
+    """Choose float32 or bfloat16; a resumed run keeps its choice."""
     if asked == "auto" and begun.get("precision") == "float32":
         return "float32"
     if asked == "float32" or device.type != "cpu":
@@ -188,7 +188,7 @@ def _choose_precision(asked: Precision | Literal["auto"], device: torch.device, 
 
 
 def _recall(begun: Mapping[str, Any], budget: float) -> Recipe | None:
-    """Return the recipe that was planned for this budget when the run began."""
+    """Return the recipe planned for this budget when the run was first started."""
     return Recipe.from_mapping(begun["recipe"]) if begun.get("budget") == budget else None
 
 
@@ -204,7 +204,7 @@ def _fit_budget(
     *,
     started: bool,
 ) -> Recipe:
-    """Measure a few steps at each size on a network that is thrown away, and plan with them."""
+    """Time a few steps at each size on a temporary network, and plan with these times."""
     task = make_task(recipe)
     step = trial_step(task, images, labels, recipe, device=device, precision=precision)
     per_epoch = max(1, len(images) // recipe.batch_size)
@@ -221,7 +221,7 @@ def _check(name: str, id_set: ImageSet, out: Path, *, needs_labels: bool, overwr
     if out.suffix != ".safetensors":
         raise InputError(f"Expected `out` to end in .safetensors, but got {str(out)!r}.")
     if not out.parent.is_dir():
-        raise InputError(f"Expected the folder {str(out.parent)!r} to be there, but it is not. Make it first.")
+        raise InputError(f"Expected the folder {str(out.parent)!r} to exist, but it does not. Create it first.")
     if out.exists() and not overwrite:
         raise InputError(f"Expected no file at {str(out)!r}, but there is one. Pass `overwrite=True` to replace it.")
 
@@ -254,7 +254,7 @@ def _task(
         model = build(name, num_classes=classes or 2)
     if start is not None:
         model.load_state_dict(start.model.state_dict())
-    # mypy knows no `memory_format` of Module.to
+    # mypy does not know the `memory_format` of Module.to
     model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if classes:
         return Supervised(model, recipe=recipe, mean=mean, std=std, num_classes=classes)
@@ -262,7 +262,7 @@ def _task(
 
 
 def _measure(trained: TrainedModel, id_set: ImageSet, test_set: ImageSet | None) -> dict[str, str]:
-    """Return the accuracy on the test set, for the file: a share, as other files have it."""
+    """Return the accuracy on the test set as a fraction, for the metadata of the file."""
     if test_set is None or test_set.labels is None:
         return {}
     if trained.num_classes:
@@ -271,8 +271,8 @@ def _measure(trained: TrainedModel, id_set: ImageSet, test_set: ImageSet | None)
         return {}
     features, test_features = (outputs(trained, images.images) for images in (id_set, test_set))
     labels, test_labels = (torch.from_numpy(images.labels) for images in (id_set, test_set))
-    found = neighbour_accuracy(features, labels, test_features, test_labels)
-    return {"neighbour_accuracy": f"{found / 100:.4f}"}
+    found = linear_accuracy(features, labels, test_features, test_labels)
+    return {"linear_accuracy": f"{found / 100:.4f}"}
 
 
 def _metadata(

@@ -1,8 +1,8 @@
 """Images stored in one array: `.npy`, and `.npz` with a key `images`, uint8 of shape (N, H, W, C).
 
-Rows are read a few at a time, so that a file of any size needs the memory of a few rows only. The header is
-checked against the file before a row is read: nothing is unpickled, and a file that claims more than it holds, or that
-would unpack to absurdly more than it takes on disk, is refused. Every refusal is an `InputError` whose text is the reason.
+Rows are read a few at a time, so memory does not grow with the file. The header is checked against the file before a
+row is read: nothing is unpickled, and a file is rejected if its header claims more than it holds, or if it would unpack
+to absurdly more than its size on disk. The text of the `InputError` is the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 class ArrayFile:
-    """The images of one file, opened to be read in rising order of rows.
+    """The images of one open file, to be read in increasing order of rows.
 
     Attributes:
         path: The file.
@@ -111,12 +111,12 @@ class ArrayFile:
 
     def _seek(self, row: int) -> None:
         if row != self._row and self._stream is not None:
-            # Inside an archive this unpacks up to there, in constant memory.
+            # Inside an archive, this unpacks everything before, in constant memory.
             self._stream.seek(self._begin + row * math.prod(self.shape[1:]))
             self._row = row
 
     def _open(self) -> tuple[int, int]:
-        """Open the stream; returns how many bytes the array takes, unpacked and on disk."""
+        """Open the stream and return the size of the array in bytes, unpacked and on disk."""
         path = Path(self.path)
         if not path.is_file():
             raise InputError("there is no such file")

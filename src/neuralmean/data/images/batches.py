@@ -1,7 +1,8 @@
 """Batches of images from paths, decoded ahead while the model works on the current batch.
 
-`ImageBatches` combines the finder, the decoders and the preprocessing. The order is that of the paths, whatever the number of
-workers; memory is that of a few batches, whatever the number of files. Unreadable files are recorded and skipped.
+`ImageBatches` combines the finder, the decoders and the preprocessing. The order is that of the paths and does not
+depend on the number of workers; memory does not grow with the number of files. Unreadable files are recorded and
+skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["ImageBatch", "ImageBatches"]
 KEPT_NOTES = 1000
 MAX_WORKERS = 1024
 _FILES_PER_TASK = 64
-_FILES_PER_TASK_ANY_SIZE = 8  # nothing else bounds a task's memory where images keep their size
+_FILES_PER_TASK_ANY_SIZE = 8  # bounds the memory of a task for images that keep their size
 
 
 class ImageBatch(NamedTuple):
@@ -43,19 +44,19 @@ class ImageBatch(NamedTuple):
 class ImageBatches:
     """All images that `paths` name, as batches that a model or a `Detector` takes; can be iterated more than once.
 
-    Every batch but the last has `batch_size` images, except that images of different sizes never share a batch where
-    `preprocessing.size` is None. After a pass, or during it, `n_images` says how many images came out, `unreadable` and
-    `skipped` list what did not (at most the first 1,000; `n_unreadable` and `n_skipped` count them all), and `n_left_out`
-    how many `skip` did not want.
+    Every batch but the last has `batch_size` images; if `preprocessing.size` is None, images of different sizes are in
+    different batches. During and after a pass, `n_images` is the number of images so far, `unreadable` and `skipped`
+    list the first 1,000 files without one (`n_unreadable` and `n_skipped` count all), and `n_left_out` is the number of
+    images that `skip` excluded.
 
     Args:
         paths: Folders, files, globs, `.npz` and `.npy` files; see `find_inputs`.
         preprocessing: What to do to the images.
         batch_size: Images per batch.
-        workers: Processes that decode; None takes one less than there are cores, 0 decodes in this process.
-        max_pixels: Refuse images with more pixels than this, before they are unpacked.
+        workers: Number of decoding processes; None takes one less than the number of cores, 0 decodes in this process.
+        max_pixels: Reject images with more pixels than this, before they are unpacked.
         on_unreadable: Called with each `Unreadable` as it is found.
-        skip: Called with the name of each image; those for which it returns True are not read at all.
+        skip: Called with the name of each image; images for which it returns True are not read.
 
     Example:
         >>> import tempfile
@@ -95,7 +96,7 @@ class ImageBatches:
         self._max_pixels = max_pixels
         self._on_unreadable = on_unreadable
         self._skip = skip
-        find_inputs(paths)  # a missing path is an error now rather than at the first batch
+        find_inputs(paths)  # a missing path raises now rather than at the first batch
         self._reset()
 
     def __iter__(self) -> Iterator[ImageBatch]:
@@ -135,14 +136,14 @@ class ImageBatches:
     def _answers(self) -> Iterator[tuple[Task, Answer]]:
         tasks = self._tasks()
         beginning = list(islice(tasks, 2))
-        # Starting a process for a handful of images takes longer than decoding them.
+        # Starting a process takes longer than decoding a handful of images.
         workers = self._workers if len(beginning) > 1 else 0
         return decode_in_order(
             chain(beginning, tasks), self._preprocessing, workers=workers, max_pixels=self._max_pixels
         )
 
     def _tasks(self) -> Iterator[tuple[Task, bool]]:
-        """Every task, with whether it is worth a worker: rows of an array that keep their size are not."""
+        """Yield each task, and whether it is worth a worker, which array rows of unchanged size are not."""
         limit = _FILES_PER_TASK if self._preprocessing.size is not None else _FILES_PER_TASK_ANY_SIZE
         files: list[str] = []
         for source in find_inputs(self._paths):
@@ -172,7 +173,7 @@ class ImageBatches:
         limit = max(1, min(_FILES_PER_TASK, 50_000_000 // (height * width * channels)))
         for begin in range(0, n, limit):
             names = [row_name(path, row) for row in range(begin, min(begin + limit, n))]
-            # Called once for each name, in order, so that `skip` may keep a count.
+            # Called once per name, in order, so that `skip` may count.
             kept = [place for place, name in enumerate(names) if self._is_wanted(name)]
             if len(kept) == len(names):
                 yield Task(tuple(names), path, begin), not as_it_is
@@ -200,7 +201,7 @@ class ImageBatches:
 
 
 def _cut(runs: list[NDArray[np.uint8]], n: int) -> tuple[list[NDArray[np.uint8]], list[NDArray[np.uint8]]]:
-    """The first `n` images of some runs, and the rest."""
+    """Split runs into the first `n` images and the rest."""
     full: list[NDArray[np.uint8]] = []
     for i, run in enumerate(runs):
         if len(run) >= n:

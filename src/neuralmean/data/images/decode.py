@@ -1,9 +1,8 @@
-"""Decodes one image from one file, or gives the reason why that is impossible.
+"""Decodes one image from one file, or returns the reason why it cannot.
 
-PNG, JPEG, WebP, BMP and TIFF, by their content and never by their name; the first frame where there are several. The
-orientation that a camera noted is applied. No file is trusted: any error of Pillow becomes a reason, not a
-traceback, and an image with more pixels than the limit is refused by its header, before anything is unpacked.
-Conversion to 8-bit RGB happens in `preprocessing`.
+PNG, JPEG, WebP, BMP and TIFF, recognised by content, not by name; of several frames, the first. The EXIF orientation is
+applied. No file is trusted: any error of Pillow becomes a reason, not a traceback, and an image with more pixels than
+the limit is rejected by its header, before anything is unpacked. Conversion to 8-bit RGB happens in `preprocessing`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 EXTENSIONS = frozenset(
     {".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".tif", ".tiff"},
 )
-# Pillow's own limit: above it Pillow warns, and above twice as much it refuses by itself.
+# Pillow's own limit: it warns above this, and raises above twice as much.
 MAX_PIXELS = 89_478_485
 
 _ORIENTATION_TAG = 0x0112
@@ -54,11 +53,11 @@ class Unreadable:
 
 
 def read_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image | Unreadable:
-    """Return the image in a file, upright and in its own mode, or the reason why there is none.
+    """Return the image in a file, upright and in its own mode, or the reason why it cannot be read.
 
     Args:
         path: A file, or one row of an array file as `ImageBatches` names it: `images.npz#12`.
-        max_pixels: Refuse images with more pixels than this.
+        max_pixels: Reject images with more pixels than this.
     """
     name = str(path)
     try:
@@ -68,14 +67,14 @@ def read_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
 
 
 def decode_image(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image in the bytes of a file, upright; raises `InputError` with the reason where there is none."""
+    """Return the upright image in the bytes of a file, or raise `InputError` with the reason."""
     if not data:
         raise InputError("the file is empty")
     return _decode(io.BytesIO(data), max_pixels)
 
 
 def open_image(name: str, max_pixels: int) -> Image.Image:
-    """Like `read_image`, but raises `InputError`, whose text is the reason, where there is no image."""
+    """Like `read_image`, but raises `InputError` with the reason."""
     array_path, row = split_name(name)
     if row is not None and not Path(name).exists():
         with ArrayFile(array_path) as file:
@@ -112,7 +111,7 @@ def _decode(handle: IO[bytes], max_pixels: int) -> Image.Image:
         image.load()
     except MemoryError:
         raise InputError("there is not enough memory to unpack it") from None
-    except Exception as error:  # and so can a hostile body
+    except Exception as error:  # so can a hostile body
         raise InputError(f"the file is damaged or cut short ({_short(error)})") from error
     return _upright(image)
 

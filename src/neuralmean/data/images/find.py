@@ -1,8 +1,8 @@
-"""Finds input files: folders, single files, globs and arrays, in a fixed order and in constant memory.
+"""Finds input files in folders, by name or glob, and rows of arrays, in a fixed order and constant memory.
 
-Names are yielded as they are found. Inside a folder they come in the order of their names, files and subfolders
-together; a folder with more names than fit into `RUN` is sorted on disk, so that a million files need no more memory
-than ten thousand. Nothing is opened here except the headers of array files, to count their rows.
+Names are yielded as they are found. A folder's files and subfolders are sorted by name; a folder with more than `RUN`
+names is sorted on disk, so that a million files need no more memory than ten thousand. Nothing is opened here except
+the headers of array files, to count their rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Source:
     """One file or folder that was found.
 
     Attributes:
-        path: The file, beginning with what the caller named.
-        kind: An `"image"` or an `"array"` of images to try, a file that is `"skipped"` because it is neither, or a folder
-            that is `"unreadable"`.
+        path: The file, starting with the path given by the caller.
+        kind: `"image"` or `"array"` for files to try, `"skipped"` for other files, `"unreadable"` for folders that
+            cannot be read.
         reason: Why it is skipped or unreadable.
     """
 
@@ -44,12 +44,12 @@ class Source:
 
 
 def find_inputs(paths: str | Path | Sequence[str | Path]) -> Iterator[Source]:
-    """Everything that `paths` name, in order, one at a time.
+    """Yield everything that `paths` name, in order.
 
-    A folder is walked with its subfolders. Only files with the extension of an image are tried in it; others, hidden
-    ones and arrays are `skipped`. A file that is named itself is always tried, whatever its extension. A name with `*`,
-    `?` or `[` that does not exist literally is a glob (`**` goes into subfolders), and what it matches counts as named.
-    A path that does not exist is an error before anything is read.
+    A folder is walked with its subfolders; files in it are tried if they have the extension of an image, while others,
+    hidden files and arrays are `skipped`. A file named directly is always tried. A name with `*`, `?` or `[` that does
+    not exist literally is a glob (`**` matches subfolders), whose matches count as named directly. A path that does not
+    exist raises before anything is read.
 
     Args:
         paths: One or more folders, files or globs.
@@ -75,7 +75,7 @@ def _count_rows(path: str) -> int:
         with ArrayFile(path) as file:
             return len(file)
     except InputError:
-        return 1  # tried, and listed as unreadable
+        return 1  # will be listed as unreadable
 
 
 def _check(paths: str | Path | Sequence[str | Path]) -> list[str]:
@@ -107,7 +107,7 @@ def _expand(name: str, *, in_order: bool) -> Iterator[Source]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    # `Path.glob` refuses absolute patterns and normalises names, which should stay as the caller wrote them.
+    # `Path.glob` rejects absolute patterns and normalises names, which should stay as given.
     return glob.iglob(pattern, recursive=True)  # noqa: PTH207
 
 
@@ -119,7 +119,7 @@ def _named(name: str, *, in_order: bool) -> Iterator[Source]:
 
 
 def _walk(top: str, *, in_order: bool) -> Iterator[Source]:
-    """Everything below a folder; a link to a parent folder is not followed."""
+    """Yield everything below a folder; links to parent folders are not followed."""
     open_folders = [_open(top, in_order)]
     while open_folders:
         folder, _, entries = open_folders[-1]
@@ -149,7 +149,7 @@ def _open(folder: str, in_order: bool) -> tuple[str, tuple[int, int], Iterator[s
         status = os.stat(folder)  # noqa: PTH116
         place = (status.st_dev, status.st_ino)
     except OSError:
-        place = (-1, -1)  # listing the names will raise the error
+        place = (-1, -1)  # listing the names will raise
     return folder, place, in_sorted_order(entries) if in_order else entries
 
 
@@ -160,12 +160,12 @@ def _by_extension(path: str) -> Source:
 
 
 def _entries(folder: str) -> Iterator[str]:
-    """Names in a folder, each with a last character that marks a folder (`/`) or anything else (NUL)."""
+    """Yield the names in a folder, each followed by `/` for a folder or NUL for anything else."""
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 is_folder = entry.is_dir()
-            except OSError:  # a link to itself, or to a place without permission
+            except OSError:  # a link to itself, or a target without permission
                 is_folder = False
             yield entry.name + ("/" if is_folder else "\0")
 
@@ -175,7 +175,7 @@ def _extension(name: str) -> str:
 
 
 def in_sorted_order(names: Iterable[str], *, run: int | None = None) -> Iterator[str]:
-    """The names in rising order; more than `run` of them are sorted in runs on disk and merged.
+    """Sort the names; more than `run` of them are sorted in runs on disk and merged.
 
     Example:
         >>> list(in_sorted_order(["b", "c", "a"], run=2))
@@ -195,7 +195,7 @@ def in_sorted_order(names: Iterable[str], *, run: int | None = None) -> Iterator
 
 def _spill(names: list[str], stack: ExitStack) -> Iterator[str]:
     file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-    # A file name may hold anything but a slash and NUL, also line ends and bytes that are no text.
+    # A file name may contain anything but a slash and NUL, including line ends and bytes that are not text.
     file.writelines(os.fsencode(name).replace(b"\\", b"\\\\").replace(b"\n", b"\\n") + b"\n" for name in names)
     file.seek(0)
     names.clear()

@@ -1,9 +1,9 @@
-"""Processes that decode while the model works; answers come in the order of the tasks.
+"""Processes that decode while the model runs; answers are in the order of the tasks.
 
-Workers are plain subprocesses that import numpy, Pillow and this package's decoder, not torch and not the caller's
-script: they start in a fraction of a second, and a script needs no `if __name__ == "__main__"`. Only a few tasks are in progress
-at a time, so memory does not grow with the number of files. If a hostile file crashes a worker, only that
-file is lost.
+Workers are plain subprocesses that import numpy, Pillow and this package's decoder, but neither torch nor the caller's
+script. They start in a fraction of a second, and a script needs no `if __name__ == "__main__"`. Only a few tasks are in
+progress at a time, so memory does not grow with the number of files. If a hostile file crashes a worker, only that file
+is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["decode_in_order", "default_workers"]
 CRASHED = "the decoder crashed on it"
 _AHEAD = 2  # tasks in progress per worker, so that none waits for the consumer
 _PACKAGE = Path(__file__).parents[2]
-# The package's own __init__ imports torch, which a decoder does not need: use an empty module instead.
+# The package's __init__ imports torch, which a decoder does not need; use an empty module instead.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; import types; package = types.ModuleType('neuralmean'); "
     "package.__path__ = [sys.argv[1]]; sys.modules['neuralmean'] = package; "
@@ -49,16 +49,16 @@ def default_workers() -> int:
 def decode_in_order(
     tasks: Iterable[tuple[Task, bool]], preprocessing: Preprocessing, *, workers: int, max_pixels: int
 ) -> Iterator[tuple[Task, Answer]]:
-    """Yield each task with its answer, in order, while the next ones are being worked on.
+    """Yield each task with its answer, in order, while the next tasks are in progress.
 
     Args:
         tasks: Tasks, each with whether it is worth a worker; the others run in this process. Read lazily.
         preprocessing: What to do to the images.
-        workers: How many processes; 0 does everything here.
-        max_pixels: Refuse larger images.
+        workers: Number of processes; 0 decodes in this process.
+        max_pixels: Reject larger images.
     """
     here = Decoder(preprocessing, max_pixels)
-    team: list[_Worker] = []  # grows with the tasks: a thousand workers for ten tasks start ten processes
+    team: list[_Worker] = []  # grows with the tasks, so that ten tasks start at most ten processes
     under_way: deque[tuple[Task, _Worker | None]] = deque()
     turn = 0
     try:
@@ -85,7 +85,7 @@ def _finish(task: Task, worker: _Worker | None, here: Decoder) -> tuple[Task, An
 
 
 class _Worker:
-    """One process, started at the first task; answers come in the order of the tasks."""
+    """One process, started at the first task; answers are in the order of the tasks."""
 
     def __init__(self, preprocessing: Preprocessing, max_pixels: int, here: Decoder) -> None:
         self._setup = {"preprocessing": preprocessing.to_json(), "max_pixels": max_pixels}
@@ -123,7 +123,7 @@ class _Worker:
             process.kill()  # its answers are no longer needed
         with contextlib.suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
-        # The process ends when its input does, and its reader when its answers do.
+        # The process exits at the end of its input, and its reader at the end of its answers.
         try:
             process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -134,7 +134,7 @@ class _Worker:
         process.stdout.close()  # type: ignore[union-attr]
 
     def _one_by_one(self, task: Task) -> Answer:
-        """Answer a task that crashed the process: decode its images one by one, with a new process after each crash."""
+        """Answer a task that crashed the process, by decoding its images one by one with a new process after each crash."""
         pixels: list[NDArray[np.uint8]] = []
         failures: dict[int, str] = {}
         for place, single in enumerate(task.split()):
@@ -173,14 +173,13 @@ class _Worker:
             return
         self._ready = False
         self._frames = queue.SimpleQueue()
-        # Without a reader thread, this process could block writing a task while the worker blocks writing
-        # an answer.
+        # Without a reader thread, this process could block on writing a task while the worker blocks on writing an answer.
         self._reader = threading.Thread(target=_read_all, args=(self._process.stdout, self._frames), daemon=True)
         self._reader.start()
         self._write(self._setup)
 
     def _write(self, header: dict[str, Any]) -> None:
-        # A dead process is noticed when its answer is read.
+        # A dead process is detected when its answer is read.
         with contextlib.suppress(OSError):
             write_frame(self._process.stdin, header)  # type: ignore[union-attr, arg-type]
 
@@ -193,7 +192,7 @@ class _Worker:
             self._ready = True
             frame = self._frames.get()
         if frame is None:
-            # A process that dies before its first answer would die again.
+            # A process that dies before its first answer would die again if restarted.
             self._usable = self._ready
             self._pending, pending = deque(), self._pending
             self.close()

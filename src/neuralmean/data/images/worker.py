@@ -1,4 +1,4 @@
-"""The process that decodes: reads tasks from its standard input, writes pixels to its standard output.
+"""The decoding process: reads tasks from standard input, writes pixels to standard output.
 
 A task is some files or some rows of an array file; the answer is their uint8 pixels, resized and cropped, and a reason
 for each that could not be read. Frames are a JSON header and raw bytes: nothing is pickled. The same `answer` serves
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Decoder:
-    """Runs tasks; keeps the last array file open, because tasks come in increasing order of rows."""
+    """Runs tasks; keeps the last array file open, as tasks are in increasing order of rows."""
 
     def __init__(self, preprocessing: Preprocessing, max_pixels: int) -> None:
         self._preprocessing, self._max_pixels = preprocessing, max_pixels
@@ -146,7 +146,7 @@ def task_header(task: Task) -> dict[str, Any]:
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    # Output that a library prints must not end up between the frames.
+    # Keep library output out of the frames.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -162,6 +162,6 @@ def main() -> None:
             try:
                 write_frame(answers, {"failures": list(answer.failures.items())}, answer.pixels)
             except BrokenPipeError:
-                # The reader is gone; closing would try to write the rest again.
+                # The reader is gone; closing would write the rest again.
                 os._exit(0)
         decoder.close()

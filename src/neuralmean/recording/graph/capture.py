@@ -1,8 +1,7 @@
-"""One capture of a forward pass as a graph, by `torch.export`: where `freeze`, `.pt2` and ONNX start from.
+"""Captures a forward pass as a graph by `torch.export`, for `freeze`, `.pt2` and ONNX.
 
-`torch.export` refuses most of what depends on values. What it lets through is refused here: numbers and sizes computed from
-values, writes to buffers or inputs, and a graph that depends on whether gradients are recorded. Nothing here compiles or runs a
-graph.
+`torch.export` rejects most computations that depend on values. The rest is rejected here: numbers and sizes computed
+from values, writes to buffers or inputs, and graphs that depend on whether gradients are recorded.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
 
 
 def capture(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> ExportedProgram:
-    """Return a module of tensors as an exported program.
+    """Export a module of tensors as a program.
 
     Args:
-        module: What to capture, in evaluation mode; its `forward` takes `*inputs`.
-        inputs: Its inputs, with the batch in front.
-        any_size: Whether the program takes batches of any size from two on; else only of the size of `inputs`.
+        module: The module, in evaluation mode; its `forward` takes `*inputs`.
+        inputs: Example inputs, with the batch as first dimension.
+        any_size: Whether the program takes batches of any size from two on, or only of the size of `inputs`.
 
     Raises:
-        InputError: The module is not the same graph for all values, sizes and calls; the message is the reason.
+        InputError: The graph depends on values, sizes or calls; the message is the reason.
     """
     with torch.enable_grad():
         other = _export(module, inputs, any_size=any_size)
     with torch.no_grad():
         program = _export(module, inputs, any_size=any_size)
     if str(program.graph) != str(other.graph):
-        raise InputError("what it does depends on whether gradients are recorded")
+        raise InputError("its graph depends on whether gradients are recorded")
     split_means(program.graph)
     program.graph.eliminate_dead_code()
     return program
@@ -55,7 +54,7 @@ def _export(module: nn.Module, inputs: Sequence[Tensor], *, any_size: bool) -> E
     rows = torch.export.Dim("batch")
     shapes = tuple({0: rows} if any_size and value.dim() and len(value) == size else {} for value in inputs)
     reason = ""
-    for strict in (False, True):  # the strict way follows `len(x)`, which the other takes for a constant
+    for strict in (False, True):  # strict mode traces `len(x)`, which the other mode treats as a constant
         try:
             with _silent():
                 program: ExportedProgram = torch.export.export(
@@ -85,7 +84,7 @@ def _check(program: ExportedProgram) -> None:
 
 
 class _Muted:
-    """Standard error, without what one thread writes."""
+    """Standard error without the output of one thread."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
@@ -99,7 +98,7 @@ class _Muted:
 
 @contextmanager
 def _silent() -> Generator[None]:
-    """Keep torch.export from printing the whole graph that it refuses, and from warning of its own deprecations."""
+    """Keep torch.export from printing the whole rejected graph, and from warnings about its own deprecations."""
     log, stream = logging.getLogger("torch.fx.experimental.symbolic_shapes"), sys.stderr
     before = log.disabled
     log.disabled, sys.stderr = True, _Muted(stream)

@@ -1,6 +1,6 @@
-"""Compiled graphs: AOTInductor in a process of its own, and a cache of packages that only the user may write to.
+"""Compiled graphs: AOTInductor in a separate process, and a cache of packages that only the user may write to.
 
-A package is code. It is loaded from the user's own cache and from nowhere else.
+A package is code, so it is loaded only from the user's own cache.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
 
 Graph = Callable[[Sequence[Tensor]], list[Tensor]]
 
-N_RUNNERS = 4  # threads that may run one graph at a time; more wait
-N_KEPT = 32  # packages in the cache; beyond that, those that were not used for longest go
+N_RUNNERS = 4  # threads that may run one graph at a time; others wait
+N_KEPT = 32  # packages in the cache; beyond that, the least recently used are deleted
 LONGEST_S = 1800
 
 abandoned: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
 """Set by a thread that compiles in the background: once the event is set, no further step begins, and the compiler ends."""
 
-# Freezing folds norms into convolutions. How many threads a graph uses is decided when it runs, not when it is compiled.
+# Freezing folds norms into convolutions. The number of threads is chosen at run time, not at compile time.
+# Only the compiler is nice: a thread that holds Python's lock must not wait for a processor.
 _CHILD = """
 import json, os, sys, threading, time
-if hasattr(os, "nice"): os.nice(10)  # of the compiler only: a thread with Python's lock must not wait for a processor
+if hasattr(os, "nice"): os.nice(10)
 import torch
-def watch(parent):  # nobody waits for what is compiled once the process that asked has gone
+def watch(parent):  # exit once the requesting process has ended
     while os.getppid() == parent: time.sleep(1)
     os.killpg(0, 9) if hasattr(os, "killpg") else os._exit(1)
 threading.Thread(target=watch, args=[os.getppid()], daemon=True).start()
@@ -62,10 +63,10 @@ for folder in sys.argv[2:]:
 
 
 def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[Graph]:
-    """Return programs as compiled code, from the cache or else compiled now.
+    """Return the compiled programs, from the cache if they are there.
 
     Args:
-        programs: What `capture` returned.
+        programs: Programs returned by `capture`.
         weights: Digest of the weights in them.
 
     Raises:
@@ -74,7 +75,7 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
     folder = cache_folder("graphs")
     packages = [folder / f"{_key(program, weights)}.pt2" for program in programs]
     if not all(package.is_file() for package in packages):
-        for left in folder.glob("tmp*"):  # of a process that was killed
+        for left in folder.glob("tmp*"):  # left by a killed process
             if time.time() - left.stat().st_mtime > 2 * LONGEST_S:
                 shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
@@ -88,11 +89,11 @@ def compile_programs(programs: Sequence[ExportedProgram], weights: str) -> list[
 
 
 def check_compiler() -> None:
-    """Raise unless there is a C++ compiler, as `InputError` whose message is the reason."""
+    """Raise `InputError` unless there is a C++ compiler; the message is the reason."""
     named = os.environ.get("CXX", "")
     if not any(shutil.which(name) for name in (named, "g++", "clang++", "c++", "cl") if name):
         raise InputError(
-            "compiling needs a C++ compiler, and there is none: install g++ (Debian: `apt install g++`), Xcode's command line "
+            "compiling needs a C++ compiler, but none was found: install g++ (Debian: `apt install g++`), Xcode's command line "
             "tools or the Visual Studio build tools"
         )
 
@@ -100,12 +101,12 @@ def check_compiler() -> None:
 def compile_packages(
     programs: Sequence[ExportedProgram], folder: Path, metadata: dict[str, str] | None = None
 ) -> list[Path]:
-    """Compile programs, all in one process, and return the packages, files below `folder`.
+    """Compile programs in one process and return the packages, files below `folder`.
 
     Args:
-        programs: What `capture` returned.
-        folder: A folder that nobody else uses, for what the compiler writes.
-        metadata: Text to keep in the packages.
+        programs: Programs returned by `capture`.
+        folder: A private folder for the compiler's output.
+        metadata: Text to store in the packages.
 
     Raises:
         InputError: There is no C++ compiler, or it failed; the message is the reason.
@@ -115,7 +116,7 @@ def compile_packages(
     for part, program in zip(parts, programs, strict=True):
         part.mkdir()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of tensors that share memory, which it saves all the same
+            warnings.simplefilter("ignore")  # torch warns about tensors that share memory, but saves them
             torch.export.save(program, part / "program.pt2")
     written = folder / "metadata.json"
     written.write_text(json.dumps(metadata or {}))
@@ -165,11 +166,11 @@ def _load(package: Path) -> Graph:
 
 
 def _key(program: ExportedProgram, weights: str) -> str:
-    """Return a name for what is compiled, and where."""
+    """Return a name for a compiled program that depends on the machine."""
     from neuralmean import __version__
 
     processor = [platform.processor(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    with suppress(OSError):  # Linux says no more than x86_64 by itself
+    with suppress(OSError):  # Linux itself reports only x86_64
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor += sorted({line for line in lines if line.startswith(("model name", "flags"))})
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]

@@ -1,4 +1,4 @@
-"""A recorded pass that runs as a compiled graph where that is right and faster, and as the model everywhere else."""
+"""A recorded pass that runs as a compiled graph where that is correct and faster, and as the model elsewhere."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from neuralmean.recording.observer import ChannelStats, Observer
 from neuralmean.recording.result import Exits
 
 _ROUNDS = 7
-_FASTER = 0.97  # of the model's time at most
+_FASTER = 0.97  # largest share of the model's time that counts as faster
 
 
 class FlatRecording(nn.Module):
-    """The recording module as a function of one tensor to a list of tensors: outputs, then what was recorded."""
+    """The recording module as a function from one tensor to a flat tuple: outputs, then recorded statistics."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class FlatRecording(nn.Module):
         self.eval()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the leaves of the model's output, means, and of variances, feature and logits what there is."""
+        """Return the leaves of the model's output, the means and, if recorded, variances, feature and logits."""
         output, *recorded = self.recording(inputs, {}, None)
         return (*pytree.tree_flatten(output)[0], *(part for part in recorded if part is not None))
 
@@ -49,21 +49,21 @@ class FlatRecording(nn.Module):
 class FrozenGraphs:
     """Compiled graphs of one recorded pass."""
 
-    single: Graph | None  # for one input; None where the model is as fast
-    several: Graph | None  # for more of them; None likewise
+    single: Graph | None  # for one input; None if the model is as fast
+    several: Graph | None  # for several inputs; None if the model is as fast
     shape: torch.Size  # of one input
-    spec: Any  # how the model's output is put together of its tensors
+    spec: Any  # structure of the model's output
 
 
 class FrozenObserver(Observer):
-    """An observer that runs graphs where the inputs are like those they were made for, and the model elsewhere.
+    """An observer that runs graphs for inputs like those they were captured with, and the model for all others.
 
-    The model also runs once a layer was added, replaced or removed, or the model moved to another device, and in a process that
-    was forked from this one: the threads of a graph do not live there.
+    The model also runs after a layer was added, replaced or removed, after it was moved to another device, and in
+    forked processes, where the threads of a graph do not exist.
 
     Args:
-        observer: The observer of the model; its head has been looked for already.
-        graphs: What `freeze` made.
+        observer: The observer of the model, whose head is already determined.
+        graphs: The result of `freeze`.
     """
 
     def __init__(self, observer: Observer, graphs: FrozenGraphs) -> None:
@@ -71,7 +71,7 @@ class FrozenObserver(Observer):
         self.graphs, self._modules, self._process = graphs, self.recorder.modules, os.getpid()
 
     def observe(self, batch: Batch, *, name: str = "x", exits: Exits | None = None) -> tuple[Any, ChannelStats]:
-        """Return the model's output for a batch and the rows of it; see `Observer.observe`."""
+        """Return the model's output for a batch and its statistics; see `Observer.observe`."""
         graph = None if exits is not None else self._graph_for(batch)
         if graph is None:
             return super().observe(batch, name=name, exits=exits)
@@ -91,7 +91,7 @@ class FrozenObserver(Observer):
         return graph if fits and len(x) else None
 
     def read(self, found: list[Tensor]) -> tuple[Any, ChannelStats]:
-        """Return the output and the rows in what a graph returned."""
+        """Unpack the result of a graph into output and statistics."""
         n_leaves = self.graphs.spec.num_leaves
         output = pytree.tree_unflatten(found[:n_leaves], self.graphs.spec)
         means, *rest = found[n_leaves:]
@@ -101,7 +101,7 @@ class FrozenObserver(Observer):
 
 
 def freeze(observer: Observer, batch: Batch, weights: str) -> FrozenGraphs:
-    """Return the pass of an observer as compiled graphs, checked against the model.
+    """Compile the pass of an observer, and check the graphs against the model.
 
     Args:
         observer: The observer of the model.
@@ -109,7 +109,7 @@ def freeze(observer: Observer, batch: Batch, weights: str) -> FrozenGraphs:
         weights: Digest of the model's weights.
 
     Raises:
-        InputError: The model is no fixed graph, cannot be compiled, or is as fast without.
+        InputError: The model is not a fixed graph, cannot be compiled, or is as fast without.
     """
     core = unwrap(observer.recorder.model)
     try:
@@ -134,7 +134,7 @@ def _freeze(observer: Observer, core: nn.Module, batch: Batch, weights: str) -> 
     with torch.no_grad():
         leaves, spec = pytree.tree_flatten(observer.observe(Batch((x[:2].clone(),)))[0])
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise InputError("its output holds something else than tensors")
+            raise InputError("its output contains something other than tensors")
         module = FlatRecording(observer)
         programs = [capture(module, [noise(size, x)], any_size=size > 1) for size in (1, 3)]
         single, several = compile_programs(programs, weights)
@@ -151,13 +151,13 @@ def _freeze(observer: Observer, core: nn.Module, batch: Batch, weights: str) -> 
 def _compare(observer: Observer, frozen: FrozenObserver, x: Tensor) -> None:
     try:
         expected, rows = observer.observe(Batch((x.clone(),)))
-    except InputError:  # not finite, which is an error of the graph's observer too
+    except InputError:  # not finite: the graph's observer raises too
         return
     found, others = frozen.observe(Batch((x.clone(),)))
     pairs = list(zip(pytree.tree_flatten(expected)[0], pytree.tree_flatten(found)[0], strict=True))
     pairs += [(getattr(rows, part), getattr(others, part)) for part in ("means", "variances", "logits", "feature")]
     if not all(are_close(*pair) for pair in pairs):
-        raise InputError("the graph does not give the model's numbers")
+        raise InputError("the graph does not reproduce the model's numbers")
 
 
 def _faster(observer: Observer, frozen: FrozenObserver, x: Tensor, graph: Graph) -> Graph | None:
@@ -168,5 +168,5 @@ def _faster(observer: Observer, frozen: FrozenObserver, x: Tensor, graph: Graph)
             begin = time.perf_counter()
             way.observe(Batch((x,)))
             times.append(time.perf_counter() - begin)
-    model, own = (statistics.median(times[2:]) for times in taken)  # the first ones set things up
+    model, own = (statistics.median(times[2:]) for times in taken)  # the first ones warm up
     return graph if own < _FASTER * model else None

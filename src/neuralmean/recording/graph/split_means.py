@@ -1,8 +1,8 @@
-"""Means of concatenated channels, in a captured graph: the one graph pass of our own.
+"""Splits means of concatenated channels in a captured graph: our only graph pass.
 
-The layers of a dense network read the concatenation of all that came before. The mean of a concatenation is the concatenation of
-the means, so that each activation is read once, however many layers see it. A captured graph has no operations in place: a
-tensor stays what it was.
+The layers of a dense network read the concatenation of all earlier outputs. The mean of a concatenation is the
+concatenation of the means, so each activation needs to be averaged only once, however many layers read it. A captured
+graph has no in-place operations, so tensors never change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def split_means(graph: Graph) -> None:
     for mean in graph.find_nodes(op="call_function", target=_aten.mean.dim):
         whole, dims, *rest = cast(tuple[Any, ...], mean.args)
         if not isinstance(dims, (list, tuple)) or any(dim < 2 for dim in dims) or any(rest):
-            continue  # not one that keeps examples and channels, and nothing else
+            continue  # not a mean over all positions
         with graph.inserting_before(mean):
             split = _split(graph, whole, mean, known) if _parts(whole) else known.setdefault((whole, _how(mean)), mean)
         if split is not mean:
@@ -31,7 +31,7 @@ def split_means(graph: Graph) -> None:
 
 
 def _split(graph: Graph, tensor: Node, mean: Node, known: dict[tuple[Node, str], Node]) -> Node:
-    """Return the mean of a tensor, taken as `mean` is: a known one, those of its parts concatenated, or a new one."""
+    """Return the mean of a tensor as a node like `mean`: a known node, the concatenated means of its parts, or a new node."""
     key = tensor, _how(mean)
     if key not in known:
         parts = [_split(graph, part, mean, known) for part in _parts(tensor)]
@@ -47,11 +47,11 @@ def _how(mean: Node) -> str:
 
 
 def _parts(tensor: Node) -> list[Node]:
-    """Return what is concatenated along the channels of a tensor; nothing if it is in one piece."""
+    """Return the tensors that a tensor concatenates along the channels; empty if it is not a concatenation."""
     if tensor.target is not _aten.cat.default or tensor.args[1:] != (1,):
         return []
     parts, kinds = list(cast(list[Node], tensor.args[0])), [(tensor.meta["val"].dim(), tensor.meta["val"].dtype)]
     kinds += [(part.meta["val"].dim(), part.meta["val"].dtype) for part in parts]
     return (
         parts if len(set(kinds)) == 1 else []
-    )  # an empty tensor of one dimension may be among them, and types may differ
+    )  # there may be an empty one-dimensional tensor among them, and types may differ
