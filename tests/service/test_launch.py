@@ -19,6 +19,7 @@ from neuralmean.errors import InputError, NeuralMeanError
 from neuralmean.recording.graph.compiled import _run, abandoned
 from neuralmean.service import create_app, serve
 from neuralmean.service.launch import _listen, _server, address, load_served, run_server, wait_for_threads
+from neuralmean.service.service import _thread_ids
 from tests.service.conftest import PREPROCESSING, png
 
 SPEC = "tests.conftest:make_trained"
@@ -275,6 +276,14 @@ def _wait_for_queue(port):
             return
         threading.Event().wait(0.005)
     raise AssertionError("the requests did not arrive")
+
+
+def test_the_end_does_not_wait_for_threads_of_others():
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, name="tqdm", daemon=True)
+    thread.start()
+    assert thread.native_id not in _thread_ids()
+    go_on.set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows a process's threads")

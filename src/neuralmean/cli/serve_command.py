@@ -79,7 +79,7 @@ def serve(
 ) -> None:
     """Serve the model with its detector over HTTP, with metrics and a page to look at."""
     from neuralmean import service
-    from neuralmean.service.freezing import leave_if_freezing
+    from neuralmean.service.freezing import leave
 
     options.check_out(state, saved, weights)
     service.serve(
@@ -89,4 +89,4 @@ def serve(
         grpc_port=grpc_port, telemetry=otel, history=history, history_days=history_days, every=every, follow=follow,
         trust_local_code=trust_local_code, device=device,
     )  # fmt: skip
-    leave_if_freezing()
+    leave()

@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -61,13 +63,16 @@ class Freezing:
             atexit.unregister(self.join)
 
 
-def leave_if_freezing(code: int = 0) -> None:
-    """End this process, without Python's clean-up, if an abandoned compilation goes on: a step may take a minute."""
-    running = [thread for thread in threading.enumerate() if thread.name == NAME]
-    for thread in running:
-        thread.join(1)  # enough for the compiler to be ended and its files to be deleted
-    if any(thread.is_alive() for thread in running):
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
+def leave(code: int = 0) -> NoReturn:
+    """End this process without Python's clean-up, which takes many seconds on a busy machine: all is written by now.
+
+    It also ends a compilation that was abandoned and whose current step goes on, which may take a minute.
+    """
+    for thread in threading.enumerate():
+        if thread.name == NAME:
+            thread.join(1)  # enough for the compiler to be ended and its files to be deleted
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads them, or they are closed
             stream.flush()
-        os._exit(code)
+    os._exit(code)

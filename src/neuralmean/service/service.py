@@ -150,8 +150,9 @@ class Service:
 
 
 def _thread_ids() -> set[int]:
-    apart = {threading.main_thread().name, NAME}  # nobody waits for a compilation
-    threads = [thread for thread in threading.enumerate() if thread.name not in apart]
+    # Of our own: others may never end, and nobody waits for a compilation.
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(("neuralmean", "asyncio"))]
+    threads = [thread for thread in ours if thread.name != NAME]
     return {thread.native_id for thread in threads if thread.native_id is not None}
 
 
