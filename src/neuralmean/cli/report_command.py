@@ -46,7 +46,7 @@ def report(
     from neuralmean.report import spread_over, write_report
 
     named = options.named_paths(ood)
-    options.check_out(out, saved, weights)
+    options.check_out(out, saved, weights, *id_data, *named.values())
     opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
     how = opened.need_preprocessing()
 

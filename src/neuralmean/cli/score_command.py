@@ -114,7 +114,7 @@ def score(
         raise UsageError(
             "Expected --boxes without --engine ray, --resume, --fdr, --groups and --freeze. Leave them out."
         )
-    options.check_out(out, saved, weights, boxes)
+    options.check_out(out, saved, weights, boxes, groups, *paths)
     opened = open_saved(
         saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
     )
