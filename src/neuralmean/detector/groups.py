@@ -17,7 +17,7 @@ from torch import Tensor
 from neuralmean.detector.decision import Decision
 from neuralmean.detector.observed import Observed, main_rows
 from neuralmean.errors import InputError
-from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.calibration import Calibration, as_labels
 
 PREDICTED = "predicted"
 LENGTH = "length"
@@ -132,4 +132,4 @@ def decide_by_group(
             "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
         )
     decision.calibration.parts(groups, len(decision))  # raises if there are too few
-    return replace(decision, groups=tuple(map(str, groups)))
+    return replace(decision, groups=tuple(as_labels(groups)))

@@ -126,6 +126,7 @@ def _add_routes(app: FastAPI, service: Service, verdicts: Verdicts, registry: An
     add("/live/revert", watch.revert, state, 403, methods=["POST"], tags=["Monitor"])
     add("/history", watch.history, state, 400, 404, tags=["Monitor"])
     add("/history/pictures/{number}", watch.history_picture, {"image/png": {}}, 400, 404, tags=["Monitor"])
+
     @cache
     def description() -> bytes:
         return json.dumps(app.openapi()).encode()
