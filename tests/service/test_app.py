@@ -703,3 +703,9 @@ def test_an_alarm_and_its_reset_are_logged(detector, images, caplog):
     live.reset()
     assert "The drift alarm was reset." in caplog.text
     assert live.snapshot(0)["monitor"]["drift_time"] is None
+
+
+def test_a_detector_that_needs_labels_is_not_served(detector, images):
+    detector.calibrate(images[:200], groups=[row % 2 for row in range(200)])
+    with pytest.raises(InputError, match="Expected a detector without groups for the service, which takes no labels"):
+        create_app(detector, PREPROCESSING)

@@ -41,6 +41,7 @@ def report(
     quiet: options.Quiet = False,
 ) -> None:
     """Write an HTML report: scores, ROC curves, figures with intervals, layers, and the images themselves."""
+    from neuralmean.detector.groups import refuse_labels
     from neuralmean.detector.saved import open_saved
     from neuralmean.jobs import CountedBatches
     from neuralmean.report import spread_over, write_report
@@ -48,6 +49,7 @@ def report(
     named = options.named_paths(ood)
     options.check_out(out, saved, weights, *id_data, *named.values())
     opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
+    refuse_labels(opened.detector.learnt.grouped_by, "a report")
     how = opened.need_preprocessing()
 
     def images(paths: list[str]) -> CountedBatches:

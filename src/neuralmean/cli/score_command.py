@@ -118,6 +118,10 @@ def score(
     opened = open_saved(
         saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
     )
+    if opened.detector.learnt.grouped_by == "given" and label is None and boxes is None:
+        raise UsageError(
+            "Expected --groups, as the detector was fitted with labels of groups. Pass --groups folder or FILE."
+        )
     if boxes is not None:
         n_ood = _score_boxes(opened, paths, boxes, kind, out, quiet)
         if fail_on_ood and n_ood:

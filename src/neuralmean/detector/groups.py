@@ -88,6 +88,15 @@ def predicted_labels(output: Tensor | None) -> list[str]:
     return [str(label) for label in output.argmax(dim=1).tolist()]
 
 
+def refuse_labels(grouped_by: str | None, what: str) -> None:
+    """Raise if each input of a detector needs a label, which `what` does not take."""
+    if grouped_by == "given":
+        raise InputError(
+            f"Expected a detector without groups for {what}, which takes no labels of inputs, but this one was calibrated with "
+            "labels. Fit it without groups, or with groups by prediction."
+        )
+
+
 def decide_all(
     passes: Iterable[Observed], calibration: Calibration, groups: Sequence[object] | None, grouped_by: str | None
 ) -> Decision:
