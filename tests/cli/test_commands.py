@@ -17,6 +17,7 @@ from PIL import Image
 from neuralmean import Detector
 from neuralmean.detector.saved import open_saved
 from neuralmean.files.artefact import FORMAT_VERSION
+from neuralmean.scorers import SCORERS
 from tests.cli.conftest import FIT, pictures, save_pictures
 
 
@@ -28,7 +29,7 @@ def count_and(calls, function):
     return call
 
 
-COMMANDS = ["demo", "inspect", "fit", "score", "explain", "report", "export", "serve", "bench"]
+COMMANDS = ["demo", "inspect", "fit", "score", "explain", "report", "export", "serve", "history", "mcp", "bench"]
 
 
 def test_version_says_library_torch_and_format(nmd):
@@ -44,6 +45,11 @@ def test_every_help_has_a_worked_example(nmd, command):
     assert code == 0
     assert "Example:" in out
     assert f"nmd {command}" in out
+
+
+def test_the_help_of_fit_names_every_scorer(nmd):
+    out = " ".join(nmd("fit", "--help")[1].split())
+    assert not [name for name in SCORERS if name not in out]
 
 
 @pytest.mark.parametrize("command", ["list", "run", "report", "train", "data", "models"])

@@ -68,7 +68,7 @@ def list_(
 
 @bench.command(epilog="Example: `nmd bench run statistical few-shot --data data --weights weights --out results.json`.")
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Experiments; all by default.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Experiments; all by default.")] = None,
     data: Data = Path("data"),
     weights: Models = Path("weights"),
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Results file; existing rows are kept.")] = Path(
@@ -91,7 +91,7 @@ def run(
     id_set: Annotated[
         str | None, typer.Option("--id", metavar="SET", help="The set that models given as specs were trained on.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Compute rows again that are in the results file.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure rows again that are in the results file.")] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of draws and fits.")] = 0,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of worker processes.")] = 1,
     quiet: options.Quiet = False,
@@ -126,7 +126,7 @@ def report(
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown page to this file.")
     ] = None,
 ) -> None:
-    """Show results next to the paper's figures, with differences and plots."""
+    """Write results next to the paper's figures, with differences and plots; without options, both pages next to FILE."""
     from neuralmean.bench import report as work
 
     if not results.name:
@@ -145,14 +145,18 @@ def train(
     id_set: Annotated[str, typer.Option("--id", metavar="SET", help="The set to train on.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the weights to.")],
     data: Data = Path("data"),
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipe's.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Epochs, instead of those of the recipe.")
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
             "--budget", metavar="TIME", help="Time for training, such as 45m or 3h; sets image sizes and epochs."
         ),
     ] = None,
-    recipe: Annotated[Recipes | None, typer.Option("--recipe", help="full: that of the architecture's paper.")] = None,
+    recipe: Annotated[
+        Recipes | None, typer.Option("--recipe", help="full: the recipe of the architecture's paper.")
+    ] = None,
     init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="Weights to start from.")] = None,
     precision: Annotated[
         Precisions, typer.Option("--precision", help="auto: bfloat16 if a trial shows that it works and is faster.")

@@ -35,14 +35,14 @@ def explain(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="PNG", help="Write the image with a map of where the score comes from to this PNG file."
+            "--out", metavar="PNG", help="Write the image and a map of where its score comes from to this file."
         ),
     ] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Show how much each layer, and with --out each place, contributes to the score of an image."""
+    """Show how much each layer adds to the score of an image, and with `--out` each place."""
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
     from neuralmean.data.texts import are_texts

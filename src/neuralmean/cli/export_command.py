@@ -13,7 +13,7 @@ from neuralmean.errors import InputError, UsageError
 
 
 @app.command(
-    epilog="Example: `nmd export model.nmd --out model.onnx --check photos/`; a file ending in .pt2 is compiled code for torch."
+    epilog="Example: `nmd export model.nmd --out model.onnx --check photos/`. A .pt2 file is compiled code for torch."
 )
 def export(
     saved: options.Saved,
@@ -29,7 +29,7 @@ def export(
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:
-    """Write the model with its detector as one graph; its outputs are the model's own, score, p_value and is_ood."""
+    """Write model and detector as one graph that returns the model's own output, score, p_value and is_ood."""
     from neuralmean import export as work
     from neuralmean.data.images import ImageBatches
     from neuralmean.detector.saved import open_saved

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "Example: `nmd fit timm:resnet18 --weights r18.safetensors --id photos/train --held-out photos/val --out model.nmd`. "
-    "Held-out images are ones that the model was not trained on: the threshold comes from them."
+    "Without --held-out the false-alarm rate is only an estimate."
 )
 
 
@@ -28,7 +28,7 @@ def fit(
     id_data: Annotated[
         list[str],
         typer.Option(
-            "--id", metavar="PATH", help="In-distribution images: folder, files or .npz; or texts, .txt or .jsonl."
+            "--id", metavar="PATH", help="In-distribution images: a folder, files or .npz; or texts: .txt or .jsonl."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write the detector to.")],
@@ -37,26 +37,39 @@ def fit(
     ] = None,
     held_out: Annotated[
         list[str] | None,
-        typer.Option("--held-out", metavar="PATH", help="In-distribution images the model was not trained on."),
+        typer.Option(
+            "--held-out",
+            metavar="PATH",
+            help="In-distribution images that the model was not trained on; they set the threshold.",
+        ),
     ] = None,
     scorer: Annotated[
         str | None,
-        typer.Option("--scorer", help="average, logistic, mlp or typicality; by default the best for the data."),
+        typer.Option(
+            "--scorer",
+            metavar="NAME",
+            help="typicality, guided, average, logistic or mlp; by default guided with --ood, else typicality.",
+        ),
     ] = None,
-    statistic: Annotated[str, typer.Option("--statistic", help="mean, variance or both.")] = "mean",
+    statistic: Annotated[str, typer.Option("--statistic", metavar="KIND", help="mean, variance or both.")] = "mean",
     layers: Annotated[
-        list[str] | None, typer.Option("--layers", help="Names or globs of layers; may be repeated.")
+        list[str] | None, typer.Option("--layers", metavar="NAME", help="Names or globs of layers; may be repeated.")
     ] = None,
     false_alarm_rate: Annotated[
-        float, typer.Option("--false-alarm-rate", help="Share of in-distribution images that may be flagged.")
+        float,
+        typer.Option("--false-alarm-rate", metavar="RATE", help="Share of in-distribution images that may be flagged."),
     ] = 0.05,
     confidence: Annotated[
         float | None,
-        typer.Option("--confidence", help="Probability with which the rate holds for these held-out images, say 0.95."),
+        typer.Option(
+            "--confidence",
+            metavar="SHARE",
+            help="Make the rate hold with this probability over the held-out images, say 0.95.",
+        ),
     ] = None,
     groups: options.Groups = None,
     regions: Annotated[
-        bool, typer.Option("--regions", help="Learn regions of images too, for `nmd score --boxes`.")
+        bool, typer.Option("--regions", help="Also learn regions of images, for `nmd score --boxes`.")
     ] = False,
     weights: options.Weights = None,
     mean: options.Mean = None,
@@ -70,8 +83,8 @@ def fit(
     batch_size: options.BatchSize = 64,
     workers: options.Workers = None,
     device: options.Device = None,
-    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
-    address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="local, or ray for a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option("--address", metavar="URL", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a detector to a model and save it."""

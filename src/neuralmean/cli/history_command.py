@@ -30,7 +30,7 @@ def history(
     ] = None,
     flagged: Annotated[bool, typer.Option("--flagged", help="Write only the flagged ones.")] = False,
 ) -> None:
-    """Show the days and alarms of a history, or write its decisions to a file."""
+    """Show the days and alarms that `nmd serve --history` recorded, or write the decisions to a file."""
     from neuralmean.errors import UsageError
     from neuralmean.files.atomic import check_target
     from neuralmean.service.history import read_rows

@@ -11,11 +11,13 @@ from neuralmean.cli.app import app
 from neuralmean.data.progress import printable
 
 
-@app.command(epilog="Example: `nmd inspect timm:resnet18`, or `nmd inspect model.nmd` for a saved detector.")
+@app.command(
+    epilog="Example: `nmd inspect timm:resnet18 --layers 'layer3.*'`, or `nmd inspect model.nmd` for a saved detector."
+)
 def inspect(
     model: options.Spec,
     layers: Annotated[
-        list[str] | None, typer.Option("--layers", help="Names or globs of layers; may be repeated.")
+        list[str] | None, typer.Option("--layers", metavar="NAME", help="Names or globs of layers; may be repeated.")
     ] = None,
     weights: options.Weights = None,
     mean: options.Mean = None,

@@ -15,7 +15,7 @@ from neuralmean.cli.app import app
 def mcp(
     root: Annotated[
         Path | None,
-        typer.Option("--root", metavar="DIR", help="Allow files below this folder only; default: all files."),
+        typer.Option("--root", metavar="DIR", help="Allow files in this folder only; by default all files."),
     ] = None,
     trust_local_code: options.TrustLocalCode = False,
 ) -> None:

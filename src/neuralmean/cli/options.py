@@ -32,7 +32,7 @@ Weights = Annotated[
     ),
 ]
 Mean = Annotated[
-    str | None, typer.Option("--mean", metavar="R,G,B", help="Mean of each channel, on a scale of 0 to 1.")
+    str | None, typer.Option("--mean", metavar="R,G,B", help="Mean of each channel, for pixels from 0 to 1.")
 ]
 Std = Annotated[str | None, typer.Option("--std", metavar="R,G,B", help="Standard deviation of each channel.")]
 Size = Annotated[str | None, typer.Option("--size", metavar="N or HxW", help="Size of the model's input in pixels.")]
@@ -49,16 +49,18 @@ Interpolation = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="The model, if the file does not name it or names the wrong one."),
+    typer.Option("--model", metavar="MODEL", help="The model, if the file names none or the wrong one."),
 ]
 Rate = Annotated[
     float | None,
-    typer.Option("--rate", help="False-alarm rate, overriding that of the fit; nothing is refitted."),
+    typer.Option(
+        "--rate", metavar="RATE", help="False-alarm rate to use instead of that of the fit; nothing is refitted."
+    ),
 ]
 TrustLocalCode = Annotated[
     bool,
     typer.Option(
-        "--trust-local-code", help="Allow the file to name a model in Python code of this folder, which is then run."
+        "--trust-local-code", help="Allow the file to name a model in Python code of this folder; that code is run."
     ),
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per forward pass.")]
@@ -67,7 +69,7 @@ Workers = Annotated[
     typer.Option(
         "--workers",
         min=0,
-        help="Processes that decode images; one less than the number of cores by default. With ray, its workers.",
+        help="Processes that decode images; by default one fewer than there are cores. With ray: its workers.",
     ),
 ]
 Device = Annotated[
@@ -139,8 +141,8 @@ Groups = Annotated[
     typer.Option(
         "--groups",
         metavar="HOW",
-        help="Groups that the rate holds for: 'folder' (of each image), or a .csv with the columns path and group; "
-        "for fit also 'predicted', the model's own prediction.",
+        help="Groups that the rate holds for: 'folder' (each image's), 'predicted' (the class that the model predicts, "
+        "when fitting), or a .csv with the columns path and group.",
     ),
 ]
 

@@ -32,7 +32,7 @@ def report(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Maximum number of images of each set, spread evenly over it.")
     ] = None,
-    title: Annotated[str | None, typer.Option("--title", help="Heading of the report.")] = None,
+    title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Heading of the report.")] = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
@@ -40,7 +40,7 @@ def report(
     workers: options.Workers = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write an HTML report: scores, ROC curves, figures with intervals, layers, and the images themselves."""
+    """Write an HTML report: how well the detector separates sets of images, with plots, intervals and the images themselves."""
     from neuralmean.detector.groups import refuse_labels
     from neuralmean.detector.saved import open_saved
     from neuralmean.jobs import CountedBatches

@@ -32,15 +32,17 @@ def score(
     paths: Annotated[
         list[str],
         typer.Argument(
-            metavar="PATH...",
-            help="Folders, files, globs, .npz, .npy; or .txt and .jsonl, a text in each line.",
+            metavar="PATH",
+            help="Folders, files, globs, .npz or .npy; or .txt and .jsonl with a text in each line.",
             show_default=False,
         ),
     ],
     format_: Annotated[
         str | None,
         typer.Option(
-            "--format", help="table, json (one line per image), csv or parquet; by default the ending of --out."
+            "--format",
+            metavar="KIND",
+            help="table, json (one line per image), csv or parquet; by default what the ending of --out says.",
         ),
     ] = None,
     out: Annotated[
@@ -52,7 +54,9 @@ def score(
     fdr: Annotated[
         float | None,
         typer.Option(
-            "--fdr", help="Flag images so that on average at most this share of them is in-distribution, such as 0.1."
+            "--fdr",
+            metavar="SHARE",
+            help="Flag a list of which on average at most this share is in-distribution, such as 0.1.",
         ),
     ] = None,
     groups: options.Groups = None,
@@ -74,17 +78,16 @@ def score(
         bool | None,
         typer.Option(
             "--freeze/--no-freeze",
-            help="Run the model as one compiled graph, whose scores differ in their last digits; by default where the work is "
-            "long enough to pay for compiling.",
+            help="Compile the model first; scores differ in their last digits. By default it is compiled where that saves time.",
             show_default=False,
         ),
     ] = None,
     device: options.Device = None,
-    engine: Annotated[str, typer.Option("--engine", help="local, or ray for a cluster.")] = "local",
-    address: Annotated[str | None, typer.Option("--address", help="Address of a Ray cluster.")] = None,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="local, or ray for a cluster.")] = "local",
+    address: Annotated[str | None, typer.Option("--address", metavar="URL", help="Address of a Ray cluster.")] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score images, or texts: path, score, p-value, verdict and kind for each."""
+    """Score images or texts: for each its score, p-value, verdict and kind."""
     from neuralmean.data.images import count_inputs
     from neuralmean.data.texts import are_texts
     from neuralmean.detector.saved import open_saved

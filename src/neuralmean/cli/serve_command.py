@@ -15,34 +15,47 @@ from neuralmean.cli.app import app
 def serve(
     saved: options.Saved,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; the default accepts only this machine.")
+        str,
+        typer.Option("--host", metavar="ADDRESS", help="Address to listen on; the default accepts only this machine."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--model-name", help="Name in addresses and on the page; default: the file's stem."),
+        typer.Option(
+            "--model-name", metavar="NAME", help="Name in addresses and on the page; by default that of the file."
+        ),
     ] = None,
     rate: options.Rate = None,
     model: options.Model = None,
     weights: options.Weights = None,
     trust_local_code: options.TrustLocalCode = False,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with a bearer token; or set NMD_TOKEN.")
+        Path | None,
+        typer.Option(
+            "--token-file", metavar="FILE", help="File with the token that clients must send; or set NMD_TOKEN."
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="A host name of this server; may be repeated."),
+        typer.Option(
+            "--allow-host", metavar="NAME", help="A host name by which clients reach this server; may be repeated."
+        ),
     ] = None,
-    log_format: Annotated[str, typer.Option("--log-format", help="Lines on stderr: text or json.")] = "text",
-    no_thumbnails: Annotated[
-        bool, typer.Option("--no-thumbnails", help="Do not keep pictures of flagged inputs.")
-    ] = False,
+    log_format: Annotated[
+        str, typer.Option("--log-format", metavar="KIND", help="Log lines on stderr: text or json.")
+    ] = "text",
+    no_thumbnails: Annotated[bool, typer.Option("--no-thumbnails", help="Keep no pictures of flagged inputs.")] = False,
     max_batch: Annotated[
         int, typer.Option("--max-batch", min=1, help="Maximum number of inputs per forward pass.")
     ] = 64,
     max_wait_ms: Annotated[
         float,
-        typer.Option("--max-wait-ms", min=0, help="Maximum time a request waits for others to share its batch (ms)."),
+        typer.Option(
+            "--max-wait-ms",
+            min=0,
+            metavar="MS",
+            help="Maximum time that a request waits for others to share its batch.",
+        ),
     ] = 15.0,
     queue: Annotated[
         int, typer.Option("--queue", min=1, help="Maximum number of waiting inputs; further requests get 503.")
@@ -55,20 +68,30 @@ def serve(
         ),
     ] = False,
     state: Annotated[
-        Path | None, typer.Option("--state", help="File that keeps the monitor's state across restarts.")
+        Path | None,
+        typer.Option("--state", metavar="FILE", help="File that keeps the monitor's state across restarts."),
     ] = None,
     history: Annotated[
         Path | None, typer.Option("--history", metavar="FILE", help="Keep decisions and alarms in this file (SQLite).")
     ] = None,
-    history_days: Annotated[float, typer.Option("--history-days", min=0.01, help="Days to keep them.")] = 90.0,
+    history_days: Annotated[
+        float, typer.Option("--history-days", metavar="DAYS", min=0.01, help="How long they are kept.")
+    ] = 90.0,
     every: Annotated[
         int | None,
         typer.Option(
-            "--every", min=1, max=1024, help="Use one of every N inputs, for correlated streams; estimated by default."
+            "--every",
+            metavar="N",
+            min=1,
+            max=1024,
+            help="Monitor one of every N inputs, for correlated streams; estimated by default.",
         ),
     ] = None,
     follow: Annotated[
-        float | None, typer.Option("--follow", help="Follow drift that flags at most this share of inputs.")
+        float | None,
+        typer.Option(
+            "--follow", metavar="SHARE", help="Accept drift without an alarm if it flags at most this share of inputs."
+        ),
     ] = None,
     grpc_port: Annotated[
         int | None, typer.Option("--grpc-port", min=0, max=65535, help="Also serve gRPC on this port (extra `grpc`).")
@@ -77,7 +100,7 @@ def serve(
         bool, typer.Option("--otel", help="Send OpenTelemetry traces and metrics (extra `otel`; OTEL_* variables).")
     ] = False,
 ) -> None:
-    """Serve the model with its detector over HTTP, with metrics and a page to look at."""
+    """Serve the model and its detector over HTTP, with metrics and a web page."""
     from neuralmean import service
     from neuralmean.service.freezing import leave
 
