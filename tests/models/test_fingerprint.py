@@ -191,6 +191,24 @@ def test_other_settings_of_layers_of_torch_are_noticed(name):
         guard.check()
 
 
+def test_usual_settings_of_layers_of_torch_are_left_out(monkeypatch):
+    layers = [
+        nn.BatchNorm2d(3),
+        nn.ReLU6(),
+        nn.ELU(),
+        nn.Softplus(),
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(2),
+        nn.Embedding(3, 4),
+    ]
+    model = nn.Sequential(
+        *layers, nn.Upsample(scale_factor=2), nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2)
+    )
+    before = settings_digest(model)
+    monkeypatch.setattr("neuralmean.models.fingerprint._SETTINGS_OF_TORCH", {})
+    assert settings_digest(model) == before
+
+
 def test_what_a_module_remembers_of_a_pass_is_no_change(model):
     model.size = model.value = 3
     watch = WeightsGuard(model)

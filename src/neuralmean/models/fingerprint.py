@@ -50,32 +50,34 @@ _SETTINGS = (
     "stride",
     "upscale_factor",
 )
-# Attributes with names that modules of other packages may use for anything: they count in layers of torch only.
-_SETTINGS_OF_TORCH = (
-    "alpha",
-    "batch_first",
-    "beta",
-    "bidirectional",
-    "divisor_override",
-    "downscale_factor",
-    "k",
-    "lambd",
-    "lower",
-    "max_norm",
-    "max_val",
-    "min_val",
-    "nonlinearity",
-    "norm_type",
-    "num_layers",
-    "recompute_scale_factor",
-    "return_indices",
-    "size",
-    "threshold",
-    "track_running_stats",
-    "unflattened_size",
-    "upper",
-    "value",
-)
+# Attributes with names that modules of other packages may use for anything: they count in layers of torch only. With each
+# its usual value, which is left out of the digest.
+_SETTINGS_OF_TORCH: dict[str, Any] = {
+    "alpha": 1.0,
+    "batch_first": False,
+    "beta": 1.0,
+    "bidirectional": False,
+    "divisor_override": None,
+    "downscale_factor": None,
+    "k": None,
+    "lambd": 0.5,
+    "lower": None,
+    "max_norm": None,
+    "max_val": 6.0,
+    "min_val": 0.0,
+    "nonlinearity": None,
+    "norm_type": 2.0,
+    "num_layers": 1,
+    "recompute_scale_factor": None,
+    "return_indices": False,
+    "size": None,
+    "threshold": 20.0,
+    "track_running_stats": True,
+    "unflattened_size": None,
+    "upper": None,
+    "value": None,
+}
+_ALWAYS_COUNTS = object()
 _PLAIN = (bool, int, float, str, type(None))
 _N_PROBES = 8
 
@@ -236,7 +238,8 @@ def _names_of_settings(module: nn.Module) -> tuple[str, ...]:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
-    return {name: own[name] for name in _names_of_settings(module) if _is_plain(own[name])}
+    plain = {name: own[name] for name in _names_of_settings(module) if _is_plain(own[name])}
+    return {name: value for name, value in plain.items() if value != _SETTINGS_OF_TORCH.get(name, _ALWAYS_COUNTS)}
 
 
 def _is_plain(value: Any) -> bool:
