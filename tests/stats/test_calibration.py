@@ -74,6 +74,21 @@ def test_the_level_with_confidence_is_that_of_exact_binomials(n, rate, confidenc
         assert calibration.threshold == n - wanted
 
 
+def test_a_tiny_rate_with_confidence_is_counted_without_a_table_of_that_length():
+    assert examples_needed(1e-12, 0.95) == pytest.approx(math.log(20) * 1e12, rel=1e-9)
+    with pytest.raises(CalibrationError, match="Expected at least 29957322"):
+        Calibration.of(torch.randn(20), 1e-7, confidence=0.95)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.01, 0.05, 0.3, 0.7])
+@pytest.mark.parametrize("confidence", [0.1, 0.5, 0.95, 0.999])
+def test_the_number_needed_with_confidence_is_that_of_exact_fractions(rate, confidence):
+    p, failing = Fraction(repr(rate)), 1 - Fraction(repr(confidence))
+    needed = examples_needed(rate, confidence)
+    assert (1 - p) ** needed <= failing
+    assert needed == 1 or (1 - p) ** (needed - 1) > failing
+
+
 def test_the_number_needed_with_confidence_is_said():
     message = (
         "Expected at least 59 held-out examples for a false-alarm rate of 0.05 that holds with a confidence of 0.95, "

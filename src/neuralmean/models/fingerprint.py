@@ -50,6 +50,32 @@ _SETTINGS = (
     "stride",
     "upscale_factor",
 )
+# Attributes with names that modules of other packages may use for anything: they count in layers of torch only.
+_SETTINGS_OF_TORCH = (
+    "alpha",
+    "batch_first",
+    "beta",
+    "bidirectional",
+    "divisor_override",
+    "downscale_factor",
+    "k",
+    "lambd",
+    "lower",
+    "max_norm",
+    "max_val",
+    "min_val",
+    "nonlinearity",
+    "norm_type",
+    "num_layers",
+    "recompute_scale_factor",
+    "return_indices",
+    "size",
+    "threshold",
+    "track_running_stats",
+    "unflattened_size",
+    "upper",
+    "value",
+)
 _PLAIN = (bool, int, float, str, type(None))
 _N_PROBES = 8
 
@@ -88,7 +114,8 @@ class WeightsGuard:
     not count: fused optimizers, numpy, `.data`.
 
     It cannot detect such writes on another device or to numbers that are not probed, forward hooks, replaced functions
-    that a module calls, and settings with names of the user's own.
+    that a module calls (such as the activation function of a transformer layer), and settings of modules that are not
+    torch's under names that torch does not use.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,7 +174,7 @@ class WeightsGuard:
     def _remember_code(self, modules: list[nn.Module]) -> None:
         self._modules, self._attributes = modules, [vars(module) for module in modules]
         self._lengths, self._types = list(map(len, self._attributes)), list(map(type, modules))
-        named = [(own, tuple(name for name in _SETTINGS if name in own)) for own in self._attributes]
+        named = [(own, _names_of_settings(module)) for own, module in zip(self._attributes, modules, strict=True)]
         self._getters = [(operator.itemgetter(*names), own) for own, names in named if names]
         self._settings = [get(own) for get, own in self._getters]
         self._codes = _code(self._core)
@@ -201,9 +228,15 @@ def _kind(module: nn.Module) -> str:
     return kind.__name__ if kind.__module__.startswith("torch.nn.") else ""
 
 
+def _names_of_settings(module: nn.Module) -> tuple[str, ...]:
+    names = (*_SETTINGS, *_SETTINGS_OF_TORCH) if _kind(module) else _SETTINGS
+    own = vars(module)
+    return tuple(name for name in names if name in own)
+
+
 def _settings(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
-    return {name: own[name] for name in _SETTINGS if name in own and _is_plain(own[name])}
+    return {name: own[name] for name in _names_of_settings(module) if _is_plain(own[name])}
 
 
 def _is_plain(value: Any) -> bool:

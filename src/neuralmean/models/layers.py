@@ -82,6 +82,8 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
         raise InputError(
             "Expected `layers` to name at least one layer, but got none. Leave it out for the automatic choice."
         )
+    if not all(isinstance(name, str) for name in names):
+        raise InputError(f"Expected `layers` to be names or globs of layers, but got {names!r}.")
     wanted: set[str] = set()
     unwanted: set[str] = set()
     for pattern in names:
