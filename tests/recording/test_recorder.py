@@ -354,11 +354,16 @@ def test_the_head_is_found_and_gives_feature_and_logits(model, images):
 
 
 def test_a_model_without_a_linear_end_has_no_head(images):
-    assert (
-        find_head(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Softmax(1)), to_batch(images))
-        is None
-    )
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Sigmoid())
+    assert find_head(model, to_batch(images)) is None
     assert find_head(nn.Conv2d(3, 2, 3), to_batch(images)) is None
+
+
+@pytest.mark.parametrize("end", [nn.Softmax(1), nn.LogSoftmax(1)], ids=lambda end: type(end).__name__)
+def test_the_head_of_a_model_that_returns_probabilities_is_the_layer_before(images, end):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 4), end)
+    assert find_head(model, to_batch(images)) == "2"
+    torch.testing.assert_close(record(model, images, ["0"], head="2").logits, model[:3](images).detach())
 
 
 class PooledConvolution(nn.Module):

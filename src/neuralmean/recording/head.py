@@ -19,7 +19,7 @@ from neuralmean.stats.channels import main_tensor
 def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
     """Return the name of the layer whose output is the model's output, or None if there is none.
 
-    It is a linear layer, or a convolution of pooled features whose output is flattened to (N, K).
+    It is a linear layer, or a convolution of pooled features whose output is flattened to (N, K); a softmax may follow.
 
     Raises:
         ModelInputError: The model cannot take the batch, which the caller calls `name`.
@@ -56,4 +56,12 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
         if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
         if isinstance(core.get_submodule(layer), nn.Linear) or result.dim() == 2
     ]
+    same = same or [layer for layer, output in outputs.items() if _is_softmax(result, output.flatten(1))]
     return same[-1] if same else None
+
+
+def _is_softmax(result: Tensor, logits: Tensor) -> bool:
+    """Return whether a model's output is the softmax of a layer's output, or its logarithm."""
+    if result.shape != logits.shape or result.dim() != 2 or result.shape[1] < 2 or not result.is_floating_point():
+        return False
+    return any(torch.allclose(result, way(dim=1), atol=1e-6) for way in (logits.softmax, logits.log_softmax))
