@@ -53,7 +53,8 @@ def fit(
     ] = None,
     statistic: Annotated[str, typer.Option("--statistic", metavar="KIND", help="mean, variance or both.")] = "mean",
     layers: Annotated[
-        list[str] | None, typer.Option("--layers", metavar="NAME", help="Names or globs of layers; may be repeated.")
+        list[str] | None,
+        typer.Option("--layers", metavar="NAME", help="Layers: names or globs, `!NAME` to leave some out."),
     ] = None,
     false_alarm_rate: Annotated[
         float,
