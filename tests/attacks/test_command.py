@@ -45,6 +45,31 @@ def test_out_does_not_overwrite_what_is_read(saved, world, nmd):
     assert saved.read_bytes() == before
 
 
+READ = {
+    "texts": ("score", "m.nmd", "in.txt", "--out", "in.txt"),
+    "rows": ("score", "m.nmd", "in.csv", "new", "--out", "./in.csv"),
+    "groups": ("score", "m.nmd", "new", "--groups", "in.csv", "--out", "in.csv"),
+    "fit": ("fit", "toynet:build", "--id", "in.npz", "--out", "in.npz"),
+    "held_out": ("fit", "toynet:build", "--id", "new", "--held-out", "in.npz", "--out", "in.npz"),
+    "report": ("report", "m.nmd", "--id", "new", "--ood", "odd=in.npz", "--out", "in.npz"),
+    "history": ("history", "in.csv", "--out", "in.csv"),
+    "state": ("serve", "m.nmd", "--state", "m.nmd"),
+    "served_history": ("serve", "m.nmd", "--history", "h", "--state", "h"),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_is_read_is_not_overwritten(saved, world, nmd, case):
+    for name in ("in.txt", "in.npz"):
+        (world / name).write_text("precious")
+    (world / "in.csv").write_text("path,group\nprecious,1\n")
+    before = {path: path.read_bytes() for path in world.iterdir() if path.is_file()}
+    code, _, err = nmd(*READ[case])
+    option = READ[case][-2]
+    assert (code, f"Expected {option} to be another file than" in err) == (2, True), err
+    assert {path: path.read_bytes() for path in world.iterdir() if path.is_file()} == before
+
+
 def test_with_stderr_closed_results_still_come(saved, world):
     done = shell("nmd score m.nmd new --format json --trust-local-code 2>&-", world)
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 10)

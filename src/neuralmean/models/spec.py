@@ -99,7 +99,7 @@ def resolve(
     """
     kind, name = _split(spec)
     if kind == _FOLDER:
-        return _from_folder(name, spec, weights, mean=mean, std=std, size=size)
+        return _from_folder(name, spec, weights, trusted=trusted, mean=mean, std=std, size=size)
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
         rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
@@ -134,13 +134,14 @@ def _from_folder(
     spec: str,
     weights: str | Path | None,
     *,
+    trusted: bool,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
     size: tuple[int, int] | None,
 ) -> ResolvedModel:
     if weights is not None:
         raise InputError(f"Expected {spec!r} without weights, as the folder has them. Leave the weights out.")
-    model, tokenizer, has_classes = load_folder(folder)
+    model, tokenizer, has_classes = load_folder(folder, trusted=trusted)
     preprocessing = _preprocessing(None, {}, mean=mean, std=std, size=size, usual_size=None)
     return ResolvedModel(model.eval(), spec, preprocessing, None, tokenizer, has_classes)
 
