@@ -290,3 +290,16 @@ def test_groups_with_too_few_examples_are_named_up_to_ten():
         names = ", ".join(f"'{row:02}'" for row in range(10))
         with pytest.warns(CalibrationWarning, match=re.escape(f"are pooled: {names}{rest}. ")):
             Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+
+
+@pytest.mark.parametrize("groups", ["door", 7], ids=repr)
+def test_groups_that_are_no_labels_are_refused(groups):
+    with pytest.raises(InputError, match=f"Expected `groups` to be a label for each input, but got {groups!r}"):
+        Calibration.of(torch.randn(50), 0.05, groups=groups)
+
+
+def test_labels_of_groups_may_be_a_tensor():
+    calibration = Calibration.of(torch.randn(50), 0.05, groups=torch.arange(50) % 2)
+    assert calibration.group_names == ("0", "1")
+    parts = calibration.parts(torch.tensor([1, 0, 1]), 3)
+    assert [(rows.tolist(), len(own.scores)) for rows, own in parts] == [([0, 2], 25), ([1], 25)]
