@@ -284,6 +284,24 @@ def test_the_range_of_rates_is_that_of_the_beta_distribution(count, level, rank,
         assert sum(terms) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_warning_of_small_groups_says_how_many_examples_a_confidence_needs():
+    with pytest.warns(CalibrationWarning, match="1 of 2 groups have fewer than 59 held-out examples"):
+        Calibration.of(torch.randn(90), 0.05, confidence=0.95, groups=["a"] * 60 + ["b"] * 30)
+
+
+@pytest.mark.parametrize(("pooled", "known"), [(15, "the pooled groups"), (5, "all held-out examples")])
+def test_a_group_without_examples_is_compared_with_what_the_warning_says(pooled, known):
+    labels = ["a"] * 30 + ["b"] * pooled + ["c"] * pooled
+    with pytest.warns(CalibrationWarning, match="2 of 3 groups"):
+        calibration = Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+    message = (
+        f"'d'. Their inputs are compared with {known}, and the false-alarm rate may not hold for them. Calibrate with"
+    )
+    with pytest.warns(CalibrationWarning, match=re.escape(message)):
+        ((_, own),) = calibration.parts(["d"], 1)
+    assert len(own.scores) == (30 if pooled == 15 else len(labels))
+
+
 def test_groups_with_too_few_examples_are_named_up_to_ten():
     for count, rest in ((10, ""), (11, " and 1 more"), (25, " and 15 more")):
         labels = [f"{row % count:02}" for row in range(count)] + ["many"] * 40
