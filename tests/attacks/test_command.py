@@ -33,6 +33,21 @@ def test_a_file_does_not_make_the_command_import_code_from_the_working_folder(sa
     assert not (world / "hacked").exists()
 
 
+@pytest.mark.parametrize("kind", ["evil", "bench"])
+@pytest.mark.parametrize("file", ["entry_points.txt", "top_level.txt"])
+def test_what_looks_like_an_installed_package_in_the_working_folder_is_not_imported(world, kind, file):
+    info = world / "evil-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (info / file).write_text("evil" if file == "top_level.txt" else f"[neuralmean.models]\n{kind} = evil:SOURCE\n")
+    (world / "evil.py").write_text("import pathlib; pathlib.Path('hacked').touch()")
+    spec = "bench:resnet20" if kind == "bench" else "evil:x"
+    Artefact({"info": {"model": spec}}, {}).write(world / "x.nmd")
+    done = shell("nmd score x.nmd .", world)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert not (world / "hacked").exists()
+
+
 def test_out_does_not_overwrite_what_is_read(saved, world, nmd):
     before = saved.read_bytes()
     for name in ("m.nmd", "./m.nmd", "new/../m.nmd"):

@@ -164,7 +164,7 @@ ON_A_NETWORK = [
 def test_a_folder_on_a_network_is_not_asked_for(detector, tmp_path, folder, monkeypatch):
     asked = []
     monkeypatch.setattr("neuralmean.models.huggingface._config", asked.append)
-    detector.save(tmp_path / "x.nmd", info={"model": f"hf:{folder}"})
+    detector.save(tmp_path / "x.nmd", info={"model": f"hf:{folder}", "weights": None})
     with pytest.raises(InputError, match="Expected the file to name a folder of this machine, but it names"):
         open_saved(tmp_path / "x.nmd")
     assert not asked

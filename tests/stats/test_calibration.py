@@ -284,9 +284,40 @@ def test_the_range_of_rates_is_that_of_the_beta_distribution(count, level, rank,
         assert sum(terms) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_warning_of_small_groups_says_how_many_examples_a_confidence_needs():
+    with pytest.warns(CalibrationWarning, match="1 of 2 groups have fewer than 59 held-out examples"):
+        Calibration.of(torch.randn(90), 0.05, confidence=0.95, groups=["a"] * 60 + ["b"] * 30)
+
+
+@pytest.mark.parametrize(("pooled", "known"), [(15, "the pooled groups"), (5, "all held-out examples")])
+def test_a_group_without_examples_is_compared_with_what_the_warning_says(pooled, known):
+    labels = ["a"] * 30 + ["b"] * pooled + ["c"] * pooled
+    with pytest.warns(CalibrationWarning, match="2 of 3 groups"):
+        calibration = Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+    message = (
+        f"'d'. Their inputs are compared with {known}, and the false-alarm rate may not hold for them. Calibrate with"
+    )
+    with pytest.warns(CalibrationWarning, match=re.escape(message)):
+        ((_, own),) = calibration.parts(["d"], 1)
+    assert len(own.scores) == (30 if pooled == 15 else len(labels))
+
+
 def test_groups_with_too_few_examples_are_named_up_to_ten():
     for count, rest in ((10, ""), (11, " and 1 more"), (25, " and 15 more")):
         labels = [f"{row % count:02}" for row in range(count)] + ["many"] * 40
         names = ", ".join(f"'{row:02}'" for row in range(10))
         with pytest.warns(CalibrationWarning, match=re.escape(f"are pooled: {names}{rest}. ")):
             Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+
+
+@pytest.mark.parametrize("groups", ["door", 7], ids=repr)
+def test_groups_that_are_no_labels_are_refused(groups):
+    with pytest.raises(InputError, match=f"Expected `groups` to be a label for each input, but got {groups!r}"):
+        Calibration.of(torch.randn(50), 0.05, groups=groups)
+
+
+def test_labels_of_groups_may_be_a_tensor():
+    calibration = Calibration.of(torch.randn(50), 0.05, groups=torch.arange(50) % 2)
+    assert calibration.group_names == ("0", "1")
+    parts = calibration.parts(torch.tensor([1, 0, 1]), 3)
+    assert [(rows.tolist(), len(own.scores)) for rows, own in parts] == [([0, 2], 25), ([1], 25)]

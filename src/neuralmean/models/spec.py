@@ -103,7 +103,8 @@ def resolve(
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
         rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
-        build = _builder(kind, name, spec, rules)  # the first import may draw random numbers
+        with _without_working_folder() if rules == _INSTALLED else nullcontext():
+            build = _builder(kind, name, spec, rules)  # the first import may draw random numbers
         loaded = None if path is None else read_weights(path)
         torch.manual_seed(0)
         model = build(None)
@@ -240,8 +241,7 @@ def _find_callable(module_name: str, name: str, spec: str, rules: str) -> Any:
             f"Expected the file to name a model of an installed package, but it names {spec!r}. If the file and the code in this "
             "folder are yours, name the model with --model, or pass --trust-local-code."
         )
-    with _without_working_folder() if rules == _INSTALLED else nullcontext():
-        module = _import(module_name, spec, local=rules != _INSTALLED)
+    module = _import(module_name, spec, local=rules != _INSTALLED)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -305,7 +305,7 @@ def _is_installed(module: str) -> bool:
 
 @contextmanager
 def _without_working_folder() -> Generator[None]:
-    """Exclude the working folder from imports in this block, as a file there may have the name of an installed package."""
+    """Exclude the working folder from imports in this block: it may hold what looks like an installed package."""
     before = sys.path[:]
     here = Path.cwd().resolve()
     sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != here]

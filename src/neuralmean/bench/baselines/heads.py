@@ -48,8 +48,8 @@ def read_head(trained: TrainedModel) -> LinearHead:
         trained.model, Batch((trained.preprocess(np.zeros((1, trained.size, trained.size, 3), np.uint8)),))
     )
     head = None if name is None else unwrap(trained.model).get_submodule(name)
-    is_linear = isinstance(head, nn.Conv2d) and head.groups == 1 and head.kernel_size == (1, 1)
-    if not isinstance(head, nn.Linear) and not is_linear:
+    is_like_linear = isinstance(head, nn.Conv2d) and head.groups == 1 and head.kernel_size == (1, 1)
+    if not isinstance(head, (nn.Linear, nn.Conv2d)) or not (isinstance(head, nn.Linear) or is_like_linear):
         raise InputError(
             f"Expected {trained.name!r} to end in a linear layer, but it does not. "
             "Use a method that needs no head, such as 'knn'."
