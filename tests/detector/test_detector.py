@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from neuralmean.errors import (
     LayerNotFoundError,
     ModelInputError,
     ModelMismatchError,
+    NeuralMeanWarning,
     NotFittedError,
 )
 from neuralmean.scorers import GuidedScorer
@@ -335,3 +337,24 @@ def test_a_batch_needs_a_scorer_that_can_score_one(model, images):
 def test_a_batch_size_below_one_is_told(model, images, size):
     with pytest.raises(InputError, match=f"Expected `batch_size` to be a whole number of at least 1, but got {size}"):
         Detector(model, scorer="average").score(images, batch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "layers", "tokens"), [(None, None, True), ("typicality", None, True), (None, ["patch"], False)]
+)
+def test_a_network_of_layer_norms_gets_the_scorer_for_tokens(scorer, layers, tokens):
+    class Transformer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch, self.norm1, self.norm2 = nn.Conv2d(3, 6, 4, stride=4), nn.LayerNorm(6), nn.LayerNorm(6)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            x = self.norm1(self.patch(x).flatten(2).transpose(1, 2))
+            return self.head(self.norm2(torch.relu(x)).mean(1))
+
+    x = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NeuralMeanWarning)
+        detector = Detector(Transformer().eval(), scorer=scorer, layers=layers).fit(x, held_out=x.flip(3))
+    assert detector.scorer.tokens is tokens

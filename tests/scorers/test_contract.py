@@ -106,7 +106,7 @@ class TestEveryScorer:
 
 def test_unknown_options_are_refused():
     with pytest.raises(
-        InputError, match=r"Expected only the options \['seed'\] for the 'typicality' scorer, but got \['x'\]"
+        InputError, match=r"Expected only the options \['tokens', 'seed'\] for the 'typicality' scorer, but got \['x'\]"
     ):
         make_scorer("typicality", {"x": 1})
 

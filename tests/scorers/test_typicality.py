@@ -253,3 +253,39 @@ def test_clusters_replace_classes_only_where_there_are_some(classes, clustered_)
     assert scorer.score(strange).median() > scorer.score(strip(clustered(300, 1, classes=classes, width=60))).quantile(
         0.95
     )
+
+
+class TestTokens:
+    """Transformers: *far* is the whitened length of the row."""
+
+    def test_far_is_the_length_and_may_lower_a_score(self):
+        scorer, rows = TypicalityScorer(tokens=True).fit(clustered(300, 0)), clustered(200, 1)
+        far, length = scorer._terms(rows)[:, 0], scorer._angle.with_length(scorer._standardised(rows))[1]
+        torch.testing.assert_close(far, length)
+        assert scorer.standard_terms(rows)[:, 0].min() < 0
+
+    def test_the_length_is_a_mahalanobis_distance(self):
+        train, rows = clustered(300, 0), clustered(5, 1)
+        scorer = TypicalityScorer(tokens=True).fit(train)
+        inverse = (scorer.angle_whiten_ @ scorer.angle_whiten_.T).double()
+        off = (scorer._standardised(rows) - scorer.angle_offset_).double()
+        expected = [math.sqrt(sum(a * b for a, b in zip(row, inverse @ row, strict=True))) for row in off]
+        assert scorer._terms(rows)[:, 0].tolist() == pytest.approx(expected, rel=1e-4)
+
+    def test_channels_and_terms_add_up_to_the_score(self):
+        scorer, rows = TypicalityScorer(tokens=True).fit(clustered(300, 0)), clustered(7, 1)
+        total = scorer.contributions(rows).sum(dim=1) + sum(scorer.terms(rows).values())
+        torch.testing.assert_close(total, scorer.score(rows), rtol=1e-4, atol=1e-4)
+
+    def test_what_was_learnt_can_be_loaded(self):
+        scorer, rows = TypicalityScorer(tokens=True).fit(clustered(300, 0)), clustered(7, 1)
+        loaded = TypicalityScorer(**scorer.get_options()).load_state(scorer.state())
+        assert torch.equal(loaded.score(rows), scorer.score(rows))
+
+    def test_few_examples_and_models_without_classes_keep_the_distance_of_channels(self):
+        for train in (clustered(60, 0), Observation(clustered(300, 0).vector)):
+            rows = train[:9]
+            plain, scorer = TypicalityScorer().fit(train), TypicalityScorer(tokens=True).fit(train)
+            assert torch.equal(plain.score(rows), scorer.score(rows))
+            loaded = TypicalityScorer(tokens=True).load_state(scorer.state())
+            assert torch.equal(loaded.score(rows), scorer.score(rows))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from neuralmean.detector.early_exit import full_of
 from neuralmean.errors import CalibrationWarning, InputError, NeuralMeanWarning
-from neuralmean.scorers import Observation, Scorer, make_scorer
+from neuralmean.models.layers import Layer, average_tokens
+from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
 from neuralmean.scorers.contract import fit_scorer, score_blocks, view_of
 from neuralmean.scorers.folds import FOLDS, folds
 from neuralmean.stats.calibration import Calibration, check_enough, examples_for_twice, examples_needed, likely_rates
@@ -45,10 +46,12 @@ def check_scorer(choice: str | Scorer | None) -> None:
         raise InputError(f"Expected `scorer` to be a name or an object with `fit` and `score`, but got {choice!r}.")
 
 
-def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer:
+def choose_scorer(choice: str | Scorer | None, n_outliers: int | None, layers: Sequence[Layer] = ()) -> Scorer:
     """Return a new scorer of the requested kind, or the best one for the data: `n_outliers` is None without OOD data."""
+    tokens = average_tokens(layers)
     if isinstance(choice, str):
-        return make_scorer(choice)
+        takes_tokens = choice in SCORERS and "tokens" in SCORERS[choice].options
+        return make_scorer(choice, {"tokens": tokens} if takes_tokens else None)
     if choice is not None:
         try:
             return copy.deepcopy(choice)  # so that neither a failed fit nor another detector changes it
@@ -57,8 +60,8 @@ def choose_scorer(choice: str | Scorer | None, n_outliers: int | None) -> Scorer
                 f"Expected a `scorer` that can be copied, but {type(choice).__name__} cannot: {error}."
             ) from error
     if n_outliers is None:
-        return make_scorer("typicality")
-    return make_scorer("guided", {"learner": "mlp" if n_outliers >= _MLP_FROM else "logistic"})
+        return make_scorer("typicality", {"tokens": tokens})
+    return make_scorer("guided", {"learner": "mlp" if n_outliers >= _MLP_FROM else "logistic", "tokens": tokens})
 
 
 def rotate_every(n_rows: int | None, rate: float, confidence: float | None = None) -> int:

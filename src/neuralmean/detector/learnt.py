@@ -121,7 +121,7 @@ def learn(setup: FitSetup, id_data: Any, ood_data: Any, held_out: Any, options: 
     """Fit a scorer and its threshold, and return what was learnt with the observer that was used."""
     check_count(id_data if held_out is None else held_out, held_out is not None, options)
     n_outliers = None if ood_data is None else count_rows(ood_data) or 0
-    scorer = fitting.choose_scorer(setup.scorer, n_outliers)
+    scorer = fitting.choose_scorer(setup.scorer, n_outliers, setup.layers)
     observer = setup.observer(setup.head_for(scorer))
     # The average learns nothing from the rows, so they are scored batch by batch. (A user's scorer has a `fit`.)
     streams = setup.reference is not None and setup.statistic != "both" and not options.early_exit

@@ -126,6 +126,11 @@ def layer_slices(layers: Sequence[Layer]) -> dict[str, slice]:
     return slices
 
 
+def average_tokens(layers: Sequence[Layer]) -> bool:
+    """Whether the watched layers are layer norms over tokens, as in transformers."""
+    return bool(layers) and all(layer.kind == "layernorm" for layer in layers)
+
+
 def has_running_mean(module: nn.Module) -> bool:
     """Whether `module` keeps a running mean and variance of its input, as batch norms do."""
     return isinstance(getattr(module, "running_mean", None), Tensor) and isinstance(

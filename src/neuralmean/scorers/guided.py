@@ -36,23 +36,24 @@ class GuidedScorer(CrossFittedScorer):
 
     Args:
         learner: `"logistic"` or `"mlp"`.
+        tokens: As for `TypicalityScorer`.
         seed: Seed of the typicality score and the folds.
     """
 
     name = "guided"
     needs = TypicalityScorer.needs
     uses_outliers = True
-    options = ("learner", "seed")
+    options = ("learner", "tokens", "seed")
     learnt = ("mean_", "std_")
 
     mean_: Tensor  # (2,), of typicality and learnt score
     std_: Tensor
 
-    def __init__(self, *, learner: str = "logistic", seed: int = 0) -> None:
+    def __init__(self, *, learner: str = "logistic", tokens: bool = False, seed: int = 0) -> None:
         if learner not in _LEARNERS:
             raise InputError(f"Expected `learner` to be one of {sorted(_LEARNERS)}, but got {learner!r}.")
-        self.learner, self.seed = learner, seed
-        self.typicality = TypicalityScorer(seed=seed)
+        self.learner, self.tokens, self.seed = learner, tokens, seed
+        self.typicality = TypicalityScorer(tokens=tokens, seed=seed)
         self.learned: LogisticScorer | MlpScorer = _LEARNERS[learner]()
 
     def fit_and_score(
@@ -143,7 +144,7 @@ class GuidedScorer(CrossFittedScorer):
 
     def get_options(self) -> dict[str, JSON]:
         """Return the constructor's arguments, as JSON values."""
-        return {"learner": self.learner, "seed": self.seed}
+        return {"learner": self.learner, "tokens": self.tokens, "seed": self.seed}
 
     def _parts(self) -> tuple[tuple[str, VectorScorer], ...]:
         return (("typicality", self.typicality), ("learned", self.learned))

@@ -7,7 +7,7 @@ rank, everything else in sketches of at most 512 numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,16 +17,15 @@ from typing_extensions import Self
 
 from neuralmean.data.table import Blocks
 from neuralmean.errors import InputError
+from neuralmean.scorers.angle import Angle, hash_columns
 from neuralmean.scorers.base import CrossFittedScorer, Observation
 from neuralmean.scorers.folds import folds
 from neuralmean.scorers.statistics import (
-    Sketch,
     class_means,
     distinct_columns,
     explained_share,
     grand_mean,
     k_means,
-    ledoit_wolf,
     low_rank,
     share_weights,
     shrink_means,
@@ -71,13 +70,17 @@ class TypicalityScorer(CrossFittedScorer):
     last columns (those of the deepest layers) replace them, and the terms are *far* and *angle*. If the vectors have
     no such clusters there is one class, and the angle is replaced by the length of the whitened :math:`x`.
 
+    In transformers, the mean over tokens says little about the class of a single channel, and *far* is the length of the
+    whitened :math:`x`, a Mahalanobis distance over all layers.
+
     Args:
+        tokens: Whether the channels are means over tokens, as in transformers.
         seed: Seed of the sketches and folds.
     """
 
     name = "typicality"
     needs = frozenset({"logits"})
-    options = ("seed",)
+    options = ("tokens", "seed")
     learnt = (
         "keep_", "centre_", "within_", "weight_", "left_", "right_", "temperature_", "clusters_",
         "angle_offset_", "angle_whiten_", "angle_target_",
@@ -94,9 +97,10 @@ class TypicalityScorer(CrossFittedScorer):
     used_: Tensor
     angle_offset_: Tensor
 
-    def __init__(self, *, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self, *, tokens: bool = False, seed: int = 0) -> None:
+        self.tokens, self.seed = tokens, seed
         self._most_clusters = CLUSTERS
+        self._takes_length = False  # whether *far* is the whitened length
 
     def fit_and_score(
         self,
@@ -115,6 +119,7 @@ class TypicalityScorer(CrossFittedScorer):
                 f"Expected at least {LEAST_ROWS} examples to fit the 'typicality' scorer, but got {len(rows)}."
             )
         self._most_clusters = CLUSTERS
+        self._takes_length = self.tokens and len(rows) >= ANGLE_FROM and _count_classes(inliers.logits) > 1
         made, terms = self._cross_fit(inliers, rows, others, origin, whole)
         if len(self.clusters_) and -terms[:, 1].mean() < self._least_cosine():
             self._most_clusters = 1  # fresh rows are no nearer to the clusters' means than to any others
@@ -124,6 +129,12 @@ class TypicalityScorer(CrossFittedScorer):
         has_classes = self._has_classes(inliers)
         self.used_ = torch.tensor([1.0, float(len(rows) >= ANGLE_FROM), float(has_classes), float(has_classes)])
         return self._standardise(made).sum(dim=1)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Load what another scorer of the same kind has learnt."""
+        super().load_state(state)
+        self._takes_length = self.tokens and bool((self.used_[1:3] > 0).all())
+        return self
 
     def _cross_fit(
         self, inliers: Observation, rows: Tensor, others: Observation, origin: Tensor, whole: bool
@@ -168,16 +179,20 @@ class TypicalityScorer(CrossFittedScorer):
         root = len(vectors) ** 0.5
         terms = self._terms(vectors).mean(dim=0)
         scaled = self.term_mean_ + (terms - self.term_mean_) * root
-        residual = self._residual(self._standardised(vectors), vectors).mean(dim=0) * root
-        scaled[0] = (residual.abs() * self.weight_).sum()
+        if not self._takes_length:
+            residual = self._residual(self._standardised(vectors), vectors).mean(dim=0) * root
+            scaled[0] = (residual.abs() * self.weight_).sum()
         return self._standardise(scaled[None]).sum()
 
     def contributions(self, vectors: Any) -> Tensor:
         """Return the contribution of each channel to *far* and *angle*, shape (N, D); with `terms` they add up to the score."""
         self.check_fitted()
         standard = self._standardised(vectors)
-        inner = self._residual(standard, vectors).abs() * self.weight_ / self.term_std_[0]
-        inner = inner + self._angle.by_column(standard) * (self.used_[1] / self.term_std_[1])
+        if self._takes_length:
+            far = self._angle.length_by_column(standard)
+        else:
+            far = self._residual(standard, vectors).abs() * self.weight_
+        inner = far / self.term_std_[0] + self._angle.by_column(standard) * (self.used_[1] / self.term_std_[1])
         shares = torch.zeros_like(vectors.vector, dtype=inner.dtype)
         shares[:, self.keep_.long()] = inner
         return shares
@@ -213,9 +228,7 @@ class TypicalityScorer(CrossFittedScorer):
         self.centre_, self.within_, self.weight_ = centre.float(), within.float(), weight.float()
         self.left_ = torch.zeros(n_classes, left.shape[1]).index_copy_(0, known, left.float())
         self.right_ = right.float().contiguous()
-        angle = _Angle.of(
-            rows.then(lambda block: _in_deviations(block, centre, within)), classes, len(known), self.seed
-        )
+        angle = Angle.of(rows.then(lambda block: _in_deviations(block, centre, within)), classes, len(known), self.seed)
         for part in ("offset", "whiten", "target"):
             # In the layout of a saved file: the last bit of a product depends on the layout.
             setattr(self, f"angle_{part}_", getattr(angle, part).contiguous())
@@ -224,7 +237,7 @@ class TypicalityScorer(CrossFittedScorer):
     def _learn_classes(self, logits: Tensor | None, vectors: Blocks, chosen: Tensor | None) -> tuple[Tensor, int]:
         """Return the class of each row and the number of classes: the model's predictions, or else clusters."""
         self.clusters_, self.temperature_ = torch.zeros(0, 0), torch.tensor(1.0)
-        if logits is None or logits.dim() != 2 or logits.shape[1] < 2:
+        if logits is None or _count_classes(logits) < 2:
             return self._learn_clusters(vectors)
         outputs = Blocks(logits, chosen)
         self.temperature_ = torch.cat([block.std(dim=1) for block in outputs]).mean().clamp_min(1e-6)
@@ -260,9 +273,9 @@ class TypicalityScorer(CrossFittedScorer):
         return (observation.logits.float() / self.temperature_).softmax(dim=1)
 
     @cached_property
-    def _angle(self) -> _Angle:
+    def _angle(self) -> Angle:
         parts = [getattr(self, f"angle_{part}_") for part in ("offset", "whiten", "target")]
-        return _Angle(_hash_columns(len(self.centre_), self.seed), *parts)
+        return Angle(hash_columns(len(self.centre_), self.seed), *parts)
 
     # The state is in single precision, whatever the model computes in.
 
@@ -281,8 +294,8 @@ class TypicalityScorer(CrossFittedScorer):
     def _terms(self, observation: Observation) -> Tensor:
         """Return the terms of each input, (N, T); one without a signal of the model is 0."""
         standard = self._standardised(observation)
-        far = self._residual(standard, observation).abs() @ self.weight_
         angle, length = self._angle.with_length(standard)
+        far = length if self._takes_length else self._residual(standard, observation).abs() @ self.weight_
         reach = doubt = torch.zeros_like(far)
         if observation.logits is not None and self._has_classes(observation):
             logits = observation.logits.float()
@@ -295,7 +308,12 @@ class TypicalityScorer(CrossFittedScorer):
 
     def _standardise(self, terms: Tensor) -> Tensor:
         standard = (terms - self.term_mean_) / self.term_std_ * self.used_
-        return torch.cat([standard[:, :1].clamp_min(0), standard[:, 1:].clamp_min(LEAST)], dim=1)
+        least = LEAST if self._takes_length else 0.0
+        return torch.cat([standard[:, :1].clamp_min(least), standard[:, 1:].clamp_min(LEAST)], dim=1)
+
+
+def _count_classes(logits: Tensor | None) -> int:
+    return 0 if logits is None or logits.dim() != 2 else logits.shape[1]
 
 
 def left_out(used: Tensor) -> dict[str, str]:
@@ -326,65 +344,6 @@ def _in_deviations(rows: Tensor, centre: Tensor, within: Tensor) -> Tensor:
     return ((rows - centre) / within).clamp(-LIMIT, LIMIT)
 
 
-@dataclass(frozen=True)
-class _Angle:
-    """Whitened angle between a row and its nearest class mean; without classes, the whitened distance from the mean.
-
-    Standardised rows are hashed with random signs into at most 512 buckets, centred and whitened by the Ledoit-Wolf
-    covariance within classes.
-    """
-
-    sketch: Sketch
-    offset: Tensor  # (P,)
-    whiten: Tensor  # (P, P)
-    target: Tensor  # (K, P), of length 1; no rows without classes
-
-    @classmethod
-    def of(cls, rows: Blocks, classes: Tensor, n_classes: int, seed: int) -> _Angle:
-        """Learn from rows (N, D) in float64."""
-        sketch = _hash_columns(rows.width, seed)
-        sketched = rows.then(sketch.add_up)
-        means, counts = class_means(sketched, classes, n_classes)
-        covariance = ledoit_wolf(block - means[kinds] for block, kinds in sketched.beside(classes))
-        jitter = 1e-9 * covariance.trace().clamp_min(1e-12) * torch.eye(len(covariance), dtype=torch.float64)
-        whiten = torch.linalg.cholesky(torch.linalg.inv(covariance + jitter))
-        offset = grand_mean(means, counts)
-        target = ((means - offset) @ whiten)[counts > 0][: 0 if n_classes == 1 else None]
-        target = target / target.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        return cls(sketch, offset.float(), whiten.float(), target.float())
-
-    def with_length(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the term of each row and the whitened length of the row, (N,) each."""
-        whitened = self._whitened(rows)
-        length = torch.linalg.vector_norm(whitened, dim=1)  # a kernel; `norm` is Python
-        if not len(self.target):
-            return length, length
-        return -(whitened @ self.target.T).amax(dim=1) / length.clamp_min(1e-12), length
-
-    def by_column(self, rows: Tensor) -> Tensor:
-        """Return the contribution of each column to the term, (N, D): cosine and distance are linear in the columns."""
-        whitened = self._whitened(rows)
-        length = whitened.norm(dim=1, keepdim=True).clamp_min(1e-12)
-        direction = -self.target[(whitened @ self.target.T).argmax(dim=1)] if len(self.target) else whitened
-        along = direction / length @ self.whiten.T
-        shares: Tensor = rows * self.sketch.sign * along[:, self.sketch.bucket]
-        return shares
-
-    def _whitened(self, rows: Tensor) -> Tensor:
-        whitened: Tensor = (self.sketch.add_up(rows) - self.offset) @ self.whiten
-        return whitened
-
-
 def _choose(table: Tensor, columns: Tensor) -> Tensor:
     """Return some columns of a table, given in order: the table itself if all are chosen."""
     return table if table.shape[1] == len(columns) else table.index_select(1, columns)
-
-
-def _hash_columns(width: int, seed: int, buckets: int = 512) -> Sketch:
-    """Return random buckets and signs of columns; up to 512 columns have a bucket each."""
-    if width <= buckets:
-        return Sketch.of(torch.arange(width), torch.ones(width))
-    generator = torch.Generator().manual_seed(seed)
-    bucket = torch.arange(width)[torch.randperm(width, generator=generator)] % buckets
-    sign = torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1.0
-    return Sketch.of(bucket, sign)

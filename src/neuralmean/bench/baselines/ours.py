@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuralmean.bench.baselines.base import Context, Method, Read, View
 from neuralmean.bench.models import TrainedModel
 from neuralmean.errors import NotFittedError
-from neuralmean.models.layers import has_running_mean, select_layers
+from neuralmean.models.layers import average_tokens, has_running_mean, select_layers
 from neuralmean.recording.reference import Reference
 from neuralmean.scorers import SCORERS, Observation, Scorer, make_scorer
 from neuralmean.scorers.base import JSON
@@ -78,8 +78,9 @@ class NeuralMean(Method):
         if self._statistic == "both":
             self._scale = Moments.of(self._raw(context.inliers))
         outliers = None if context.outliers is None else self._observe(context.outliers)
-        options = {"seed": context.seed} if "seed" in getattr(self._scorer, "options", ()) else None
-        self._scorer = self._new(options)
+        known = getattr(self._scorer, "options", ())
+        given: dict[str, JSON] = {"seed": context.seed, "tokens": average_tokens(context.inliers.layers)}
+        self._scorer = self._new({name: value for name, value in given.items() if name in known})
         fit_scorer(self._scorer, self._observe(context.inliers), outliers)
 
     def score(self, examples: View) -> Tensor:
