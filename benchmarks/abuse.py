@@ -334,7 +334,6 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
         finally:
             code = target.stop()
     outcomes = sum((client.outcomes for client in clients), Counter[str]())
-    memory, tenth = health.memory, max(1, len(health.memory) // 10)
     return {
         "requests": requests,
         "wrong": [line for client in clients for line in client.wrong][:10],
@@ -343,10 +342,10 @@ def abuse(requests: int, threads: int = 4) -> dict[str, Any]:
         "health_asked": len(health.seconds),
         "health_slowest_s": round(max(health.seconds), 3),
         "memory_mb": {
-            "first tenth": round(float(np.median(memory[:tenth]))),
-            "last tenth": round(float(np.median(memory[-tenth:]))),
-            "peak": round(max(memory)),
+            "by tenth": [round(float(np.median(part))) for part in np.array_split(health.memory, 10)],
+            "peak": round(max(health.memory)),
         },
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "exit_code": code,
         "seconds_to_end": round(target.seconds_to_end, 1),
         "last_logged": target.log[-100:] if code else [],

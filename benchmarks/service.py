@@ -45,7 +45,7 @@ from neuralmean.models import allocator as memory
 HOST = "127.0.0.1"
 NAME = "resnet56"
 TURNS = 5
-SERVER = (sys.executable, "-m", "neuralmean", "serve", "--port", "0", "--name", NAME)
+SERVER = (sys.executable, "-m", "neuralmean", "serve", "--port", "0", "--model-name", NAME)
 
 
 class Server:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def find_python(version: str) -> str | None:
 
 def run(*command: str | Path, cwd: Path) -> None:
     """Run a command without the source tree on its path; a failure ends this script with its output."""
+    start = time.monotonic()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*map(str, command)],
@@ -48,6 +50,10 @@ def run(*command: str | Path, cwd: Path) -> None:
     )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}")
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    sys.stderr.write(
+        f"{Path(command[0]).name} {' '.join(map(str, command[1:3]))}: {time.monotonic() - start:.0f} s. {last[:100]}\n"
+    )
 
 
 def try_wheel(python: str, wheel: Path, folder: Path) -> None:

@@ -1,9 +1,12 @@
 """What the build adds to the metadata."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
+
+import neuralmean
 
 pytest.importorskip("hatchling", reason="the build backend is not installed")
 HOOK = Path(__file__).parents[1] / "hatch_build.py"
@@ -33,3 +36,15 @@ def test_the_addresses_are_those_of_the_release(hook, monkeypatch, address):
     hook.Hook(str(HOOK.parent), {}).update(metadata)
     assert metadata["urls"].get("Issues") == ("https://r/issues" if address else None)
     assert ("](docs/start.md)" in metadata["readme"]["text"]) == (not address)
+
+
+def test_version_changelog_and_citation_agree():
+    version = neuralmean.__version__.partition(".dev")[0]
+    assert re.search(rf"^## {re.escape(version)}$", (HOOK.parent / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert re.search(rf"^version: {re.escape(version)}$", (HOOK.parent / "CITATION.cff").read_text(), re.M)
+
+
+def test_the_readme_has_no_table_too_wide_for_a_page():
+    rows = [line for line in (HOOK.parent / "README.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    assert rows
+    assert max(row.count("|") - 1 for row in rows) <= 7

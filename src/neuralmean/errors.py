@@ -10,8 +10,8 @@
     ├── CalibrationError (ValueError)           too few examples for the false-alarm rate asked for
     ├── ModelMismatchError (ValueError)         another model, or other weights, than at `fit`
     ├── ArtefactError (ValueError)              a saved file that cannot be read or written
-    ├── StorageError (OSError)                  no space on disk for a table that does not fit in memory └──
-    MissingExtraError (ImportError)         an optional package that is not installed
+    ├── StorageError (OSError)                  no space on disk for a table that does not fit in memory
+    └── MissingExtraError (ImportError)         an optional package that is not installed
 
     NeuralMeanWarning (UserWarning)
     └── CalibrationWarning                      a threshold whose guarantee is weaker than it seems

@@ -33,6 +33,21 @@ def test_a_file_does_not_make_the_command_import_code_from_the_working_folder(sa
     assert not (world / "hacked").exists()
 
 
+@pytest.mark.parametrize("kind", ["evil", "bench"])
+@pytest.mark.parametrize("file", ["entry_points.txt", "top_level.txt"])
+def test_what_looks_like_an_installed_package_in_the_working_folder_is_not_imported(world, kind, file):
+    info = world / "evil-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (info / file).write_text("evil" if file == "top_level.txt" else f"[neuralmean.models]\n{kind} = evil:SOURCE\n")
+    (world / "evil.py").write_text("import pathlib; pathlib.Path('hacked').touch()")
+    spec = "bench:resnet20" if kind == "bench" else "evil:x"
+    Artefact({"info": {"model": spec}}, {}).write(world / "x.nmd")
+    done = shell("nmd score x.nmd .", world)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert not (world / "hacked").exists()
+
+
 def test_out_does_not_overwrite_what_is_read(saved, world, nmd):
     before = saved.read_bytes()
     for name in ("m.nmd", "./m.nmd", "new/../m.nmd"):
@@ -43,6 +58,31 @@ def test_out_does_not_overwrite_what_is_read(saved, world, nmd):
     code, _, err = nmd("score", "m.nmd", "new", "--format", "csv", "--out", "sym")
     assert (code, "which is read" in err) == (2, True)
     assert saved.read_bytes() == before
+
+
+READ = {
+    "texts": ("score", "m.nmd", "in.txt", "--out", "in.txt"),
+    "rows": ("score", "m.nmd", "in.csv", "new", "--out", "./in.csv"),
+    "groups": ("score", "m.nmd", "new", "--groups", "in.csv", "--out", "in.csv"),
+    "fit": ("fit", "toynet:build", "--id", "in.npz", "--out", "in.npz"),
+    "held_out": ("fit", "toynet:build", "--id", "new", "--held-out", "in.npz", "--out", "in.npz"),
+    "report": ("report", "m.nmd", "--id", "new", "--ood", "odd=in.npz", "--out", "in.npz"),
+    "history": ("history", "in.csv", "--out", "in.csv"),
+    "state": ("serve", "m.nmd", "--state", "m.nmd"),
+    "served_history": ("serve", "m.nmd", "--history", "h", "--state", "h"),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_is_read_is_not_overwritten(saved, world, nmd, case):
+    for name in ("in.txt", "in.npz"):
+        (world / name).write_text("precious")
+    (world / "in.csv").write_text("path,group\nprecious,1\n")
+    before = {path: path.read_bytes() for path in world.iterdir() if path.is_file()}
+    code, _, err = nmd(*READ[case])
+    option = READ[case][-2]
+    assert (code, f"Expected {option} to be another file than" in err) == (2, True), err
+    assert {path: path.read_bytes() for path in world.iterdir() if path.is_file()} == before
 
 
 def test_with_stderr_closed_results_still_come(saved, world):

@@ -151,7 +151,26 @@ def test_a_header_with_more_parts_than_can_be_read_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("weights", ["\\\\evil.example\\share\\w.safetensors", "//evil.example/share/w.safetensors"])
+ON_A_NETWORK = [
+    "\\\\evil.example\\share\\w.safetensors",
+    "//evil.example/share/w.safetensors",
+    "/\\evil.example\\share\\w.safetensors",
+    "\\/evil.example/share/w.safetensors",
+    "\\??\\UNC\\evil.example\\share\\w.safetensors",
+]
+
+
+@pytest.mark.parametrize("folder", ON_A_NETWORK)
+def test_a_folder_on_a_network_is_not_asked_for(detector, tmp_path, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr("neuralmean.models.huggingface._config", asked.append)
+    detector.save(tmp_path / "x.nmd", info={"model": f"hf:{folder}", "weights": None})
+    with pytest.raises(InputError, match="Expected the file to name a folder of this machine, but it names"):
+        open_saved(tmp_path / "x.nmd")
+    assert not asked
+
+
+@pytest.mark.parametrize("weights", ON_A_NETWORK)
 def test_weights_on_a_network_are_not_asked_for(detector, tmp_path, weights, monkeypatch):
     asked = []
     is_file = Path.is_file

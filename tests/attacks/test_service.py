@@ -185,6 +185,16 @@ def test_the_page_is_shown_in_no_frame_and_its_pictures_on_no_other_site(app):
         assert ask(app, "GET", path).headers["cross-origin-resource-policy"] == "same-origin"
 
 
+def test_the_description_is_written_once_and_not_for_every_client(app, monkeypatch):
+    first = ask(app, "GET", "/openapi.json")
+    assert "/score" in first.json()["paths"]
+    monkeypatch.setattr("json.dumps", None)
+    monkeypatch.setattr(app, "openapi", None)
+    again = ask(app, "GET", "/openapi.json")
+    assert (again.status_code, again.headers["content-type"]) == (200, "application/json")
+    assert again.content == first.content
+
+
 def test_a_name_that_is_html_is_text_in_the_answer(app):
     name = "<img src=x onerror=alert(1)>\x1b[31m.png"
     answer = ask(app, "POST", "/score", files={"file": (name, png()[0])})

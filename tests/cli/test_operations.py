@@ -42,8 +42,12 @@ def test_groups_may_be_folders_a_table_or_predictions(world, nmd):
     code, _, err = nmd("score", "m.nmd", "cameras/yard", "--groups", "folder")
     assert code == 0, err
     code, _, err = nmd("score", "m.nmd", "new")
-    assert code == 1
-    assert "as the detector was calibrated by group" in err
+    assert (code, "Expected --groups, as the detector was fitted with labels of groups" in err) == (2, True)
+    for command in (("explain", "m.nmd", "new/0000.png"), ("report", "m.nmd", "--id", "val", "--ood", "new")):
+        code, _, err = nmd(*command, *(["--trust-local-code"] if command[0] == "report" else []))
+        assert (code, "which takes no labels of inputs" in err) == (1, True), err
+    code, _, err = nmd("score", "m.nmd", "new", "--groups", "folder", "--batch-size", "1")
+    assert (code, err.count("1 of the groups had no held-out examples: 'inner'")) == (0, 1)  # and not for every batch
     (world / "g.csv").write_text("path,group\n0000.png,door\n")
     code, _, err = nmd("score", "m.nmd", "new/inner", "--groups", "g.csv")
     assert code == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from neuralmean import Detector
+from neuralmean import Calibration, Decision, Detector
 from neuralmean.errors import (
     InputError,
 )
@@ -95,3 +95,10 @@ def test_terms_are_above_their_usual(model, images):
         assert abs(found.terms[name].mean()) < 0.5  # in units of their deviation on in-distribution inputs
     total = found.by_layer.sum(1) + sum(found.terms.values())
     torch.testing.assert_close(total, found.score, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["0.1", float("nan"), True, torch.tensor(0.1)], ids=repr)
+def test_a_level_that_is_no_number_is_refused(level):
+    decision = Decision(torch.arange(3.0), Calibration.of(torch.arange(40.0), 0.05))
+    with pytest.raises(InputError, match="Expected `level` to be a p-value, a number, but got"):
+        decision.most_false(level)

@@ -111,6 +111,36 @@ def test_wrong_groups_are_refused(detector, images):
         detector.predict(images[:2], groups=["a", "b"])
 
 
+def test_groups_may_be_columns_of_tables_arrays_and_tensors(detector, images):
+    pandas = pytest.importorskip("pandas")
+    numbers = [row % 2 for row in range(len(images))]
+    expected = detector.fit(images, held_out=images + 1e-3, groups=numbers).predict(images[:4], groups=numbers[:4])
+    for kind in (np.array, torch.tensor, tuple, lambda labels: pandas.Series(labels, index=labels[::-1])):
+        groups = kind(numbers)
+        detector.fit(images, held_out=images + 1e-3, groups=groups)
+        assert detector.calibrated().group_names == ("0", "1")
+        decision = detector.predict(images[:4], groups=kind(numbers[:4]))
+        assert decision.groups == ("0", "1", "0", "1")
+        assert decision.p_value.tolist() == expected.p_value.tolist()
+    with pytest.raises(InputError, match="Expected `groups` to be a label for each input, but got 7"):
+        detector.calibrate(images, groups=7)
+    with pytest.raises(InputError, match="Expected `groups` to be a label for each input, but got 'door'"):
+        detector.predict(images, groups="door")
+
+
+def test_a_mask_takes_the_groups_of_its_rows():
+    calibration = Calibration.of(torch.arange(80.0), 0.05, groups=["a"] * 40 + ["b"] * 40)
+    decision = Decision(torch.tensor([39.0, 41.0, 78.0]), calibration, groups=("a", "b", "b"))
+    taken = decision[decision.score > 40]
+    assert taken.groups == ("b", "b")
+    assert taken.p_value.tolist() == decision.p_value.tolist()[1:]
+    whole = decision[torch.ones(3, dtype=torch.bool)]
+    assert (whole.groups, whole.p_value.tolist()) == (decision.groups, decision.p_value.tolist())
+    assert len(decision[torch.zeros(3, dtype=torch.bool)]) == 0
+    with pytest.raises(InputError, match=r"Expected a mask of 3 inputs, but got one of shape \(2,\)"):
+        decision[torch.tensor([True, False])]
+
+
 def test_a_detector_keeps_its_groups_in_its_file(detector, images, tmp_path):
     labels = ["left" if row % 2 else "right" for row in range(len(images))]
     detector.fit(images, held_out=images + 1e-3, groups=labels)

@@ -57,6 +57,18 @@ def test_the_strange_place_stands_out():
     assert 9 <= column < 14
 
 
+def test_a_layer_after_the_pooling_is_spread_evenly():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    )
+    for _ in range(20):
+        net.train()(torch.randn(32, 3, 16, 16))
+    detector, x = _fitted(net.eval()), torch.randn(3, 3, 16, 16)
+    maps = detector.locate(x, by_layer=True)
+    torch.testing.assert_close(maps.sum(dim=(2, 3)).float(), detector.explain(x).by_layer.float(), atol=1e-5, rtol=1e-5)
+    assert maps[:, 1].flatten(1).std(dim=1).max() < 1e-6
+
+
 def test_the_model_is_left_as_it_was():
     net = _net().train()
     x = torch.randn(2, 3, 16, 16)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 
 import pytest
@@ -206,3 +207,43 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_told(saved, monkeypatch
     monkeypatch.setattr(os, "fstat", lambda descriptor: Status(real(descriptor)))
     with pytest.raises(ArtefactError, match="not to change while it is read, but it became shorter. Try again"):
         Artefact.read(saved)
+
+
+def _file(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+_OURS = b'"__metadata__":{"neuralmean":"{\\"format_version\\":%d}"}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x", _file(b"{" + _OURS % 0 + b"}"), _file(b"{" + _OURS % 99 + b"}"), _file(b"{" + _OURS % 1 + b',"a":1}')],
+    ids=["nothing", "no_version", "newer", "no_tensors"],
+)
+def test_every_error_names_the_file(tmp_path, content):
+    path = tmp_path / "named.nmd"
+    path.write_bytes(content)
+    with pytest.raises(ArtefactError, match=re.escape(repr(str(path)))):
+        Artefact.read(path)
+
+
+@pytest.mark.parametrize("shape", [[1] * 8, [0, 3], []], ids=str)
+def test_shapes_of_up_to_eight_sides_are_read_back(tmp_path, shape):
+    Artefact({}, {"a": torch.zeros(shape)}).write(tmp_path / "x.nmd")
+    assert Artefact.read(tmp_path / "x.nmd").tensors["a"].shape == torch.Size(shape)
+
+
+def test_a_shape_of_nine_sides_is_refused(tmp_path):
+    Artefact({}, {"a": torch.zeros([1] * 9)}).write(tmp_path / "x.nmd")
+    with pytest.raises(ArtefactError, match="to hold tensors, but they cannot be read"):
+        Artefact.read(tmp_path / "x.nmd")
+
+
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'"a":1'], ids=bytes.decode)
+def test_each_kind_of_part_counts(tmp_path, monkeypatch, part):
+    whole = b"[%s]" % b",".join([part] * 50) if b":" not in part else b"{%s}" % b",".join([part] * 50)
+    (tmp_path / "x.nmd").write_bytes(_file(b"{" + _OURS % 1 + b',"x":' + whole + b"}"))
+    monkeypatch.setattr("neuralmean.files.artefact.MAX_PARTS", 30)
+    with pytest.raises(ArtefactError, match="it is not one, or it is truncated"):
+        Artefact.read(tmp_path / "x.nmd")

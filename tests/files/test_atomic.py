@@ -93,6 +93,15 @@ def test_a_folder_is_no_place_for_a_file(tmp_path):
         pass
 
 
+def test_a_path_that_no_file_can_have_is_one_clear_error(tmp_path):
+    for check in (check_target, write_atomically):
+        with (
+            pytest.raises(ArtefactError, match="Expected the path of a file to write, but got"),
+            check("a\0b") or tmp_path,
+        ):
+            pass
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtefactError, match="is not a folder"), write_atomically(tmp_path / "file" / "out.txt"):

@@ -28,6 +28,14 @@ def test_the_bound_in_the_summary_is_that_of_the_decision():
     assert describe_flags(Tally(), decision.calibration) is None
 
 
+def test_a_bound_that_says_nothing_is_put_in_words():
+    decision, tally = _decision()[:100], Tally()  # in-distribution inputs only
+    list(tally.count(_rows(decision)))
+    flagged = int(decision.is_ood.sum())
+    assert 0 < flagged == decision.most_false()
+    assert describe_flags(tally, decision.calibration) == f"too few to exclude that all {flagged} flags are false"
+
+
 def test_a_selection_of_rows_is_that_of_the_decision():
     decision = _decision()
     rows = _rows(decision)

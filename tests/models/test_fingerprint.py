@@ -166,8 +166,53 @@ def test_other_settings_and_other_code_are_noticed(model, change):
             watch.check()
 
 
+OF_TORCH = {
+    "alpha": (nn.ELU(), 0.5),
+    "max_val": (nn.ReLU6(), 3.0),
+    "beta": (nn.Softplus(), 2),
+    "lambd": (nn.Softshrink(), 0.1),
+    "value": (nn.Threshold(0.1, 0.0), 1.0),
+    "divisor_override": (nn.AvgPool2d(2), 3),
+    "batch_first": (nn.MultiheadAttention(4, 2), True),
+    "size": (nn.Upsample(size=(4, 4)), (8, 8)),
+    "track_running_stats": (nn.InstanceNorm2d(3, track_running_stats=True), False),
+}
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_other_settings_of_layers_of_torch_are_noticed(name):
+    module, value = OF_TORCH[name]
+    model = nn.Sequential(module, nn.Linear(4, 4))
+    guard = WeightsGuard(model)
+    before = settings_digest(model)
+    setattr(module, name, value)
+    assert settings_digest(model) != before
+    with pytest.raises(ModelMismatchError, match="a layer, its settings or its `forward` have changed since"):
+        guard.check()
+
+
+def test_usual_settings_of_layers_of_torch_are_left_out(monkeypatch):
+    layers = [
+        nn.BatchNorm2d(3),
+        nn.ReLU6(),
+        nn.ELU(),
+        nn.Softplus(),
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(2),
+        nn.Embedding(3, 4),
+    ]
+    model = nn.Sequential(
+        *layers, nn.Upsample(scale_factor=2), nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2)
+    )
+    before = settings_digest(model)
+    monkeypatch.setattr("neuralmean.models.fingerprint._SETTINGS_OF_TORCH", {})
+    assert settings_digest(model) == before
+
+
 def test_what_a_module_remembers_of_a_pass_is_no_change(model):
+    model.size = model.value = 3
     watch = WeightsGuard(model)
+    model.size, model.value = 4, 5
     model.seen = torch.ones(3)
     model.bn1.momentum = 0.5
     watch.check()

@@ -63,6 +63,15 @@ def test_globs_and_names_come_in_the_order_of_the_model():
     assert names(TinyNet(), "bn?") == ["bn1", "bn2"]
 
 
+def test_an_exclamation_mark_leaves_layers_out():
+    assert names(TinyNet(), "!bn1") == ["bn2"]
+    assert names(TinyNet(), ["conv*", "fc", "!conv1"]) == ["conv2", "fc"]
+    with pytest.raises(LayerNotFoundError, match="but got 'bn11'. Did you mean 'bn1'"):
+        names(TinyNet(), "!bn11")
+    with pytest.raises(InputError, match=r"to leave some of 2 layers to watch, but \['!bn\*'\] leave none"):
+        names(TinyNet(), "!bn*")
+
+
 def test_a_typo_gets_a_suggestion():
     with pytest.raises(LayerNotFoundError, match=r"layer of TinyNet, but got 'bn11'\. Did you mean 'bn1'"):
         select_layers(TinyNet(), ["bn11"])

@@ -331,7 +331,14 @@ def test_wrong_arguments_are_refused_with_a_cure(detector, model):
     monitor = Monitor(detector)
     with pytest.raises(InputError, match="Expected a decision or vectors to update with, but got neither"):
         monitor.update()
-    with pytest.raises(InputError, match=re.escape("Expected vectors of shape (N, 10), but got (4, 9).")):
+    with pytest.raises(InputError, match="Expected a decision, as `detector.predict` returns it, but got Tensor"):
+        Monitor(detector).update(torch.zeros(4, 3, 8, 8))
+    for seed in (-1, "1", 1.0, True):
+        with pytest.raises(InputError, match=f"Expected `seed` to be a whole number of at least 0, but got {seed!r}"):
+            Monitor(detector, seed=seed)
+    with pytest.raises(InputError, match=re.escape("Expected vectors as a tensor of shape (N, 10), but got ndarray.")):
+        Monitor(detector).update(vectors=torch.zeros(4, 10).numpy())
+    with pytest.raises(InputError, match=re.escape("Expected vectors as a tensor of shape (N, 10), but got (4, 9).")):
         monitor.update(vectors=torch.zeros(4, 9))
     with pytest.raises(InputError, match="Expected finite vectors, but got NaN or Inf"):
         monitor.update(vectors=torch.full((4, 10), float("nan")))

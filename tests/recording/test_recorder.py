@@ -354,11 +354,41 @@ def test_the_head_is_found_and_gives_feature_and_logits(model, images):
 
 
 def test_a_model_without_a_linear_end_has_no_head(images):
-    assert (
-        find_head(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Softmax(1)), to_batch(images))
-        is None
-    )
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 2), nn.Sigmoid())
+    assert find_head(model, to_batch(images)) is None
     assert find_head(nn.Conv2d(3, 2, 3), to_batch(images)) is None
+
+
+@pytest.mark.parametrize("end", [nn.Softmax(1), nn.LogSoftmax(1)], ids=lambda end: type(end).__name__)
+def test_the_head_of_a_model_that_returns_probabilities_is_the_layer_before(images, end):
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 4), end)
+    assert find_head(model, to_batch(images)) == "2"
+    torch.testing.assert_close(record(model, images, ["0"], head="2").logits, model[:3](images).detach())
+
+
+class PooledConvolution(nn.Module):
+    """A 1 x 1 convolution of pooled features gives the logits, as in BiT."""
+
+    def __init__(self, pooled: bool = True) -> None:
+        super().__init__()
+        self.conv, self.fc, self.pooled = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 1), pooled
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.fc(x.mean((2, 3), keepdim=True) if self.pooled else x)
+        return x.flatten(1) if self.pooled else x
+
+
+def test_a_convolution_of_pooled_features_is_a_head(images):
+    model = PooledConvolution()
+    assert find_head(model, to_batch(images)) == "fc"
+    recording = record(model, images, ["conv"], head="fc")
+    torch.testing.assert_close(recording.logits, recording.output.detach())
+    torch.testing.assert_close(recording.feature @ model.fc.weight.flatten(1).T + model.fc.bias, recording.logits)
+
+
+def test_the_last_convolution_of_a_segmentation_model_is_no_head(images):
+    assert find_head(PooledConvolution(pooled=False), to_batch(images)) is None
 
 
 def test_a_squeezed_output_still_has_its_head(images):
@@ -584,3 +614,25 @@ def test_what_a_model_says_of_its_input_is_told_in_our_words(model, error, reaso
             ModelInputError, match=rf"`x` to be an input that TinyNet accepts, but got shape \(2, 4\).*: {reason}"
         ):
             run()
+
+
+def test_layers_without_a_row_for_each_input_are_all_named_with_the_way_to_leave_them_out():
+    class Folds(nn.Module):
+        """Folds positions into the batch, as LeViT does for its batch norms."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.BatchNorm2d(3)
+            self.tokens = nn.ModuleList([nn.BatchNorm1d(3) for _ in range(4)])
+
+        def forward(self, x):
+            x = self.stem(x).flatten(2).transpose(1, 2)
+            for norm in self.tokens:
+                x = norm(x.flatten(0, 1)).reshape_as(x)
+            return x.mean(1)
+
+    model, x = Folds().eval(), torch.randn(2, 3, 4, 4)
+    cure = re.escape('layers=["!tokens.*"]')
+    with pytest.raises(InputError, match=rf"layer 'tokens.0', 'tokens.1', 'tokens.2' and 1 more, but .* 32\..*{cure}"):
+        record(model, x)
+    assert record(model, x, ["!tokens.*"]).layers == (Layer("stem", "batchnorm", 3),)

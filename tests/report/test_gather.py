@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from neuralmean import Detector
 from neuralmean.errors import InputError, ModelMismatchError
 from neuralmean.report import gather as module
 from neuralmean.report.gather import gather
+from tests.conftest import make_trained
 from tests.report.conftest import make_detector, noise
 
 
@@ -54,6 +56,20 @@ def test_p_values_are_those_of_the_detector(detector):
     result = gather(detector, images, name="x")
     expected = detector.predict(images).p_value
     assert all(picture.p_value == pytest.approx(expected[picture.row].item()) for picture in result.most)
+
+
+def test_flags_and_p_values_are_those_of_each_group():
+    model, images = make_trained(), noise(460, 9, high=1.5)
+    with torch.no_grad():
+        model.fc.bias -= model(images).median(dim=0).values  # so that the predictions differ
+    detector = Detector(model, scorer="average").calibrate(images[60:], groups="predicted", false_alarm_rate=0.2)
+    images = images[:60]
+    decision, result = detector.predict(images), gather(detector, images, name="x")
+    assert len(set(decision.groups)) > 1
+    assert result.n_flagged == int(decision.is_ood.sum()) != int((decision.score > decision.threshold).sum())
+    for picture in result.most:
+        assert picture.p_value == decision.p_value[picture.row].item()
+        assert (picture.kind != "typical") == decision.is_ood[picture.row].item()
 
 
 def test_of_equal_scores_the_first_images_are_shown(detector):

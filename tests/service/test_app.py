@@ -703,3 +703,27 @@ def test_an_alarm_and_its_reset_are_logged(detector, images, caplog):
     live.reset()
     assert "The drift alarm was reset." in caplog.text
     assert live.snapshot(0)["monitor"]["drift_time"] is None
+
+
+def test_an_alarm_says_what_the_stream_no_longer_looks_like(detector, images, caplog):
+    live = Live(Monitor(detector, every=1), None, n_flagged=0, state=None)
+
+    def alarm(batch):
+        caplog.clear()
+        for part in batch.split(20):
+            live.take(part, run_pass(detector, part))
+        return next(text for record in caplog.records if (text := record.getMessage()).startswith("Drift alarm"))
+
+    assert "the inputs no longer look like the data that the detector was calibrated on." in alarm(images[:150] + 3)
+    live.accept()
+    assert re.search(r"the inputs no longer look like the \d+ accepted items\.", alarm(images[:60] - 3))
+    live.revert()
+    frozen = alarm(torch.cat([images[100:101]] * 20))
+    assert "The same input comes again and again" in frozen
+    assert "no longer look like" not in frozen
+
+
+def test_a_detector_that_needs_labels_is_not_served(detector, images):
+    detector.calibrate(images[:200], groups=[row % 2 for row in range(200)])
+    with pytest.raises(InputError, match="Expected a detector without groups for the service, which takes no labels"):
+        create_app(detector, PREPROCESSING)

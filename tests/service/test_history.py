@@ -133,6 +133,38 @@ def test_old_rows_go_by_age_and_by_size(path, by_hand):
     assert max(row.number for row in read_rows(path)) == 42000
 
 
+def test_pictures_go_by_age_and_all_rows_do_also_without_new_ones(path, by_hand):
+    history = History(path, days=1)
+    now = time.time()
+    history.add(_rows(1, 10, now - 5 * 86400), [(1, b"old")])
+    history.flush()
+    history.tidy()
+    assert list(read_rows(path)) == []
+    assert read_picture(path, 1) is None
+    history.add(_rows(11, 10, now - 5 * 86400), [(11, b"old")])
+    history.add(_rows(21, 10, now), [(21, b"new")])
+    history.flush()
+    history.tidy()
+    history.close()
+    assert [row.number for row in read_rows(path)] == list(range(21, 31))
+    assert (read_picture(path, 11), read_picture(path, 21)) == (None, b"new")
+
+
+def test_numbers_of_pictures_that_outlive_their_rows_are_not_given_again(path, by_hand):
+    history = History(path, days=1)
+    history.add(_rows(1, 3, time.time() - 5 * 86400), [(2, b"of the alarm")])
+    history.begin_alarm({"item": 3, "examples": [2]})
+    history.flush()
+    history.tidy()
+    history.close()
+    assert list(read_rows(path)) == []
+    history = History(path, days=1)
+    history.add(_rows(1, 1, time.time()), [(1, b"new")])
+    history.close()
+    assert [row.number for row in read_rows(path)] == [3]
+    assert (read_picture(path, 2), read_picture(path, 3)) == (b"of the alarm", b"new")
+
+
 def test_without_thumbnails_there_is_no_picture(path):
     history = History(path, n_pictures=0)
     history.add(_rows(1, 3, time.time()), [(1, b"png")])

@@ -15,6 +15,8 @@ from neuralmean.errors import CalibrationError, CalibrationWarning, InputError
 from neuralmean.stats.calibration import (
     MAX_SCORES,
     Calibration,
+    _largest_rank,
+    check_enough,
     check_rate,
     examples_for_twice,
     examples_needed,
@@ -25,6 +27,13 @@ from neuralmean.stats.calibration import (
 def _reference_p_value(calibration_scores, score):
     """Counted one by one: how many scores, the new one among them, are at least as large."""
     return (1 + sum(other >= score for other in calibration_scores)) / (len(calibration_scores) + 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """No answer of an earlier test is given again, least of all to a mutant of the function."""
+    examples_needed.cache_clear()
+    _largest_rank.cache_clear()
 
 
 @settings(deadline=None, max_examples=100)
@@ -74,6 +83,21 @@ def test_the_level_with_confidence_is_that_of_exact_binomials(n, rate, confidenc
         assert calibration.threshold == n - wanted
 
 
+def test_a_tiny_rate_with_confidence_is_counted_without_a_table_of_that_length():
+    assert examples_needed(1e-12, 0.95) == pytest.approx(math.log(20) * 1e12, rel=1e-9)
+    with pytest.raises(CalibrationError, match="Expected at least 29957322"):
+        Calibration.of(torch.randn(20), 1e-7, confidence=0.95)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.01, 0.05, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("confidence", [0.1, 0.5, 0.75, 0.9375, 0.95, 0.999])
+def test_the_number_needed_with_confidence_is_that_of_exact_fractions(rate, confidence):
+    p, failing = Fraction(repr(rate)), 1 - Fraction(repr(confidence))
+    needed = examples_needed(rate, confidence)
+    assert (1 - p) ** needed <= failing
+    assert needed == 1 or (1 - p) ** (needed - 1) > failing
+
+
 def test_the_number_needed_with_confidence_is_said():
     message = (
         "Expected at least 59 held-out examples for a false-alarm rate of 0.05 that holds with a confidence of 0.95, "
@@ -111,6 +135,14 @@ def test_false_alarms_are_at_most_what_was_asked_for(n, rate):
     assert share >= rate - 1 / (n + 1) - 4 * spread  # and not much less: the threshold is not needlessly high
 
 
+@pytest.mark.parametrize("groups", [None, [row % 3 for row in range(40_000)]], ids=["together", "by_group"])
+def test_thinning_is_the_same_each_time(groups):
+    scores = torch.randn(40_000)
+    first, again = (Calibration.of(scores, 0.01, groups=groups) for _ in range(2))
+    assert torch.equal(first.scores, again.scores)
+    assert len(first.scores) == (MAX_SCORES if groups is None else 3 * MAX_SCORES)
+
+
 def test_thinning_keeps_the_guarantee_and_the_size():
     calibration = Calibration.of(torch.randn(50_000), 0.01)
     assert len(calibration.scores) == MAX_SCORES
@@ -123,7 +155,8 @@ def test_the_number_needed_is_exact(rate, needed):
     Calibration.of(torch.randn(needed), rate)
     if needed > 1:
         message = (
-            f"Expected at least {needed} held-out examples for a false-alarm rate of {rate:g}, but got {needed - 1}."
+            f"Expected at least {needed} held-out examples for a false-alarm rate of {rate:g}, but got {needed - 1}. "
+            f"Pass more, or ask for a rate of at least {1 / needed:.3g}."
         )
         with pytest.raises(CalibrationError, match=re.escape(message)):
             Calibration.of(torch.randn(needed - 1), rate)
@@ -232,3 +265,59 @@ def test_known_groups_need_no_warning():
     labels = ["a"] * 30 + ["b"] * 30
     calibration = Calibration.of(torch.arange(60.0), 0.05, groups=labels)
     assert [rows.tolist() for rows, _ in calibration.parts(["b", "a"], 2)] == [[0], [1]]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_rate_that_few_examples_allow_with_confidence_is_said(count):
+    with pytest.raises(CalibrationError, match=r"or ask for a rate of at least 0\.95\."):
+        check_enough(count, 0.05, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("count", "level", "rank"), [(199, 0.05, 10), (198, 0.05, 9), (20, 0.01, 1), (1, 0.5, 1), (9, 0.9, 9)]
+)
+@pytest.mark.parametrize("share", [0.5, 0.95])
+def test_the_range_of_rates_is_that_of_the_beta_distribution(count, level, rank, share):
+    """At its ends the distribution of Beta(j, n + 1 - j), a sum of binomial probabilities, leaves out half of the rest each."""
+    for end, expected in zip(likely_rates(count, level, share=share), ((1 - share) / 2, (1 + share) / 2), strict=True):
+        terms = (math.comb(count, k) * end**k * (1 - end) ** (count - k) for k in range(rank, count + 1))
+        assert sum(terms) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_warning_of_small_groups_says_how_many_examples_a_confidence_needs():
+    with pytest.warns(CalibrationWarning, match="1 of 2 groups have fewer than 59 held-out examples"):
+        Calibration.of(torch.randn(90), 0.05, confidence=0.95, groups=["a"] * 60 + ["b"] * 30)
+
+
+@pytest.mark.parametrize(("pooled", "known"), [(15, "the pooled groups"), (5, "all held-out examples")])
+def test_a_group_without_examples_is_compared_with_what_the_warning_says(pooled, known):
+    labels = ["a"] * 30 + ["b"] * pooled + ["c"] * pooled
+    with pytest.warns(CalibrationWarning, match="2 of 3 groups"):
+        calibration = Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+    message = (
+        f"'d'. Their inputs are compared with {known}, and the false-alarm rate may not hold for them. Calibrate with"
+    )
+    with pytest.warns(CalibrationWarning, match=re.escape(message)):
+        ((_, own),) = calibration.parts(["d"], 1)
+    assert len(own.scores) == (30 if pooled == 15 else len(labels))
+
+
+def test_groups_with_too_few_examples_are_named_up_to_ten():
+    for count, rest in ((10, ""), (11, " and 1 more"), (25, " and 15 more")):
+        labels = [f"{row % count:02}" for row in range(count)] + ["many"] * 40
+        names = ", ".join(f"'{row:02}'" for row in range(10))
+        with pytest.warns(CalibrationWarning, match=re.escape(f"are pooled: {names}{rest}. ")):
+            Calibration.of(torch.arange(float(len(labels))), 0.05, groups=labels)
+
+
+@pytest.mark.parametrize("groups", ["door", 7], ids=repr)
+def test_groups_that_are_no_labels_are_refused(groups):
+    with pytest.raises(InputError, match=f"Expected `groups` to be a label for each input, but got {groups!r}"):
+        Calibration.of(torch.randn(50), 0.05, groups=groups)
+
+
+def test_labels_of_groups_may_be_a_tensor():
+    calibration = Calibration.of(torch.randn(50), 0.05, groups=torch.arange(50) % 2)
+    assert calibration.group_names == ("0", "1")
+    parts = calibration.parts(torch.tensor([1, 0, 1]), 3)
+    assert [(rows.tolist(), len(own.scores)) for rows, own in parts] == [([0, 2], 25), ([1], 25)]

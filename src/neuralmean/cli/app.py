@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -51,9 +52,16 @@ def root(
         memory.keep_freed()
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
-    if issubclass(category, NeuralMeanWarning):
-        typer.echo(f"Note: {message}", err=True)
+def _note_once() -> Callable[..., None]:
+    """Return a function that shows warnings of this library, each sentence once however many batches give it."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, NeuralMeanWarning) and str(message) not in shown:
+            shown.add(str(message))
+            typer.echo(f"Note: {printable(str(message))}", err=True)
+
+    return show
 
 
 def load_commands() -> typer.Typer:
@@ -78,7 +86,7 @@ def main() -> None:
     """Run the command and exit with its code."""
     _open_closed_streams()
     load_commands()
-    warnings.showwarning = _show_warning
+    warnings.showwarning = _note_once()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name may hold any bytes
     try:

@@ -46,6 +46,7 @@ def explain(
     from neuralmean.data.images import ImageBatches
     from neuralmean.data.images.arrays import row_name, split_name
     from neuralmean.data.texts import are_texts
+    from neuralmean.detector.groups import refuse_labels
     from neuralmean.detector.saved import open_saved
 
     if format_ not in ("table", "json"):
@@ -56,6 +57,7 @@ def explain(
         raise UsageError(f"Expected --out to end in .png, but got {str(out)!r}.")
     options.check_out(out, saved, weights, Path(image))
     opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
+    refuse_labels(opened.detector.learnt.grouped_by, "an explanation")
     if are_texts([image]):
         if out is not None:
             raise UsageError("Expected --out with an image only. Leave it out: the tokens are listed.")

@@ -53,7 +53,8 @@ def fit(
     ] = None,
     statistic: Annotated[str, typer.Option("--statistic", metavar="KIND", help="mean, variance or both.")] = "mean",
     layers: Annotated[
-        list[str] | None, typer.Option("--layers", metavar="NAME", help="Names or globs of layers; may be repeated.")
+        list[str] | None,
+        typer.Option("--layers", metavar="NAME", help="Layers: names or globs, `!NAME` to leave some out."),
     ] = None,
     false_alarm_rate: Annotated[
         float,
@@ -113,7 +114,7 @@ def fit(
             "Expected --held-out images and --engine local with --groups. Pass them, or leave --groups out."
         )
     check_target(out)
-    options.check_out(out, weights)
+    options.check_out(out, weights, groups, *id_data, *(ood or ()), *(held_out or ()))
     resolved = options.resolve_spec(model, weights, mean, std, size, crop=crop, interpolation=interpolation)
     if are_texts(id_data):
         if engine != "local" or groups is not None or regions:

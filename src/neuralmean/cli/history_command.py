@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from neuralmean.cli import options
 from neuralmean.cli.app import app
 from neuralmean.data.progress import printable
 
@@ -40,6 +41,7 @@ def history(
     if out.suffix.lower() not in (".parquet", ".csv"):
         raise UsageError(f"Expected --out to end in .parquet or .csv, but got {str(out)!r}.")
     check_target(out)
+    options.check_out(out, path)
     count = (_write_csv if out.suffix.lower() == ".csv" else _write_parquet)(out, read_rows(path, flagged=flagged))
     typer.echo(f"{out}: {count:,} decisions", err=True)
 

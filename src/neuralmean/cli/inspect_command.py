@@ -17,7 +17,8 @@ from neuralmean.data.progress import printable
 def inspect(
     model: options.Spec,
     layers: Annotated[
-        list[str] | None, typer.Option("--layers", metavar="NAME", help="Names or globs of layers; may be repeated.")
+        list[str] | None,
+        typer.Option("--layers", metavar="NAME", help="Layers: names or globs, `!NAME` to leave some out."),
     ] = None,
     weights: options.Weights = None,
     mean: options.Mean = None,

@@ -215,12 +215,12 @@ def absolute_spec(spec: str) -> str:
     return f"hf:{Path(folder).resolve()}" if mark and kind == "hf" else spec
 
 
-def check_out(out: Path | None, *inputs: Path | None) -> None:
-    """Raise if `out` is one of the files that the command reads."""
+def check_out(out: Path | None, *inputs: str | Path | None, option: str = "--out") -> None:
+    """Raise if `out`, the value of `option`, is one of the files that the command reads."""
     for path in inputs:
         if out is not None and path is not None and os.path.realpath(out) == os.path.realpath(path):
             raise UsageError(
-                f"Expected --out to be another file than {str(path)!r}, which is read. Choose another name."
+                f"Expected {option} to be another file than {str(path)!r}, which is read. Choose another name."
             )
 
 

@@ -41,13 +41,15 @@ def report(
     quiet: options.Quiet = False,
 ) -> None:
     """Write an HTML report: how well the detector separates sets of images, with plots, intervals and the images themselves."""
+    from neuralmean.detector.groups import refuse_labels
     from neuralmean.detector.saved import open_saved
     from neuralmean.jobs import CountedBatches
     from neuralmean.report import spread_over, write_report
 
     named = options.named_paths(ood)
-    options.check_out(out, saved, weights)
+    options.check_out(out, saved, weights, *id_data, *named.values())
     opened = open_saved(saved, model=model, weights=weights, trust_local_code=trust_local_code)
+    refuse_labels(opened.detector.learnt.grouped_by, "a report")
     how = opened.need_preprocessing()
 
     def images(paths: list[str]) -> CountedBatches:

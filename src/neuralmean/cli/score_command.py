@@ -117,10 +117,14 @@ def score(
         raise UsageError(
             "Expected --boxes without --engine ray, --resume, --fdr, --groups and --freeze. Leave them out."
         )
-    options.check_out(out, saved, weights, boxes)
+    options.check_out(out, saved, weights, boxes, groups, *paths)
     opened = open_saved(
         saved, model=model, weights=weights, rate=rate, device=device, trust_local_code=trust_local_code
     )
+    if opened.detector.learnt.grouped_by == "given" and label is None and boxes is None:
+        raise UsageError(
+            "Expected --groups, as the detector was fitted with labels of groups. Pass --groups folder or FILE."
+        )
     if boxes is not None:
         n_ood = _score_boxes(opened, paths, boxes, kind, out, quiet)
         if fail_on_ood and n_ood:

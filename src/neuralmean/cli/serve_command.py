@@ -104,7 +104,8 @@ def serve(
     from neuralmean import service
     from neuralmean.service.freezing import leave
 
-    options.check_out(state, saved, weights)
+    options.check_out(state, saved, weights, token_file, history, option="--state")
+    options.check_out(history, saved, weights, token_file, option="--history")
     service.serve(
         saved, host=host, port=port, name=name, rate=rate, model=model, weights=weights, token_file=token_file,
         thumbnails=not no_thumbnails, max_batch=max_batch, max_wait_ms=max_wait_ms, queue=queue, freeze=not no_freeze,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,6 +129,8 @@ class Decision:
             confidence: Confidence of the bound.
         """
         check_rate(confidence, "confidence")
+        if level is not None and (isinstance(level, bool) or not isinstance(level, (int, float)) or math.isnan(level)):
+            raise InputError(f"Expected `level` to be a p-value, a number, but got {level!r}.")
         # Each group has its own held-out scores; the bounds of all groups hold together.
         confidence = 1 - (1 - confidence) / max(1, len(self._parts))
         return sum(
@@ -144,14 +147,20 @@ class Decision:
         raise InputError("Expected `is_ood`: a decision on N inputs is neither true nor false.")
 
     def __getitem__(self, rows: int | slice | Tensor) -> Decision:
-        """Return the decision on one or some of the inputs."""
+        """Return the decision on one or some of the inputs, given an index, a slice, indices or a mask."""
         if not isinstance(rows, (slice, Tensor)) or (isinstance(rows, Tensor) and rows.dim() == 0):
             index = range(len(self))[int(rows)]
             rows = slice(index, index + 1)
         return self.take(rows)
 
     def take(self, rows: Tensor | slice) -> Decision:
-        """Return the decision on some of the inputs, given a slice or indices."""
+        """Return the decision on some of the inputs, given a slice, indices or a mask."""
+        if isinstance(rows, Tensor) and rows.dtype == torch.bool:
+            if rows.shape != self.score.shape:
+                raise InputError(
+                    f"Expected a mask of {len(self)} inputs, but got one of shape {tuple(rows.shape)}. Pass one for each input."
+                )
+            rows = rows.nonzero().flatten()
         chosen = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
         groups = None if self.groups is None else tuple(self.groups[row] for row in chosen)
         found = self.kind_p_values

@@ -41,7 +41,7 @@ class Detector(DetectorState):
 
     Args:
         model: A trained model; it is never changed.
-        layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`); None chooses.
+        layers: Dotted names or globs of the layers to watch (`"layer3.*.bn2"`), or to leave out (`"!aux.*"`); None chooses.
         statistic: `"mean"` (the paper's NMD), `"variance"` (NVD) or `"both"`, standardised and concatenated.
         scorer: A name (see `neuralmean.scorers.SCORERS`) or an object with `fit` and `score`, which is copied; None chooses
             the best one for the data given to `fit`.

@@ -17,7 +17,7 @@ from torch import Tensor
 from neuralmean.detector.decision import Decision
 from neuralmean.detector.observed import Observed, main_rows
 from neuralmean.errors import InputError
-from neuralmean.stats.calibration import Calibration
+from neuralmean.stats.calibration import Calibration, as_labels
 
 PREDICTED = "predicted"
 LENGTH = "length"
@@ -88,6 +88,15 @@ def predicted_labels(output: Tensor | None) -> list[str]:
     return [str(label) for label in output.argmax(dim=1).tolist()]
 
 
+def refuse_labels(grouped_by: str | None, what: str) -> None:
+    """Raise if each input of a detector needs a label, which `what` does not take."""
+    if grouped_by == "given":
+        raise InputError(
+            f"Expected a detector without groups for {what}, which takes no labels of inputs, but this one was calibrated with "
+            "labels. Fit it without groups, or with groups by prediction."
+        )
+
+
 def decide_all(
     passes: Iterable[Observed], calibration: Calibration, groups: Sequence[object] | None, grouped_by: str | None
 ) -> Decision:
@@ -132,4 +141,4 @@ def decide_by_group(
             "Expected no `groups`, as the detector was not calibrated by group. Call `calibrate` with them."
         )
     decision.calibration.parts(groups, len(decision))  # raises if there are too few
-    return replace(decision, groups=tuple(map(str, groups)))
+    return replace(decision, groups=tuple(as_labels(groups)))

@@ -29,11 +29,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
 def decision_table(decision: Decision) -> str:
     """Return the first inputs of a decision as a table, with the number of flagged inputs above it."""
     flagged, count = int(decision.is_ood.sum()), len(decision)
-    shown = zip(decision.score.tolist(), decision.p_value.tolist(), decision.is_ood.tolist(), strict=True)
+    first = decision[:MAX_ROWS]
+    shown = zip(first.score.tolist(), first.p_value.tolist(), first.is_ood.tolist(), first.kind, strict=True)
     rows = [
-        (str(index), f"{score:.4g}", f"{p_value:.3g}", "OOD" if is_ood else "in distribution")
-        for index, (score, p_value, is_ood) in enumerate(shown)
-        if index < MAX_ROWS
+        (str(index), f"{score:.4g}", f"{p_value:.3g}", f"OOD, {kind}" if is_ood else "in distribution")
+        for index, (score, p_value, is_ood, kind) in enumerate(shown)
     ]
     more = f"; the first {MAX_ROWS}" if count > MAX_ROWS else ""
     caption = f"{flagged} of {count} out of distribution (threshold {decision.threshold:.4g}){more}"
@@ -56,7 +56,6 @@ def detector_table(detector: DetectorState) -> str:
     """Return a table of what a detector watches, what it learnt and the guarantee of its threshold."""
     calibration = detector.calibration
     rows = [
-        ("model", type(detector.model).__name__),
         ("layers, channels watched", f"{len(detector.watched)}, {len(detector.channels)}"),
         ("scorer", getattr(detector.scorer, "name", type(detector.scorer).__name__)),
     ]
@@ -65,4 +64,4 @@ def detector_table(detector: DetectorState) -> str:
     else:
         rows.append(("threshold", f"{detector.threshold:.4g} for {100 * detector.false_alarm_rate:g} % false alarms"))
         rows.append(("guarantee", detector.guarantee))
-    return table(["Detector", ""], rows)
+    return table(["Detector of", type(detector.model).__name__], rows)

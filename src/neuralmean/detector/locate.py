@@ -151,7 +151,7 @@ def _onto_input(maps: Tensor, size: Sequence[int], blur: float = 0.0) -> Tensor:
     else:
         placed = torch.zeros(len(maps), *size, dtype=maps.dtype)
     # Contributions of no place (the class token, a layer after the pooling) are spread over all of them.
-    rest = maps.flatten(1).sum(dim=1) / placed[0].numel()
+    rest = maps.reshape(len(maps), -1).sum(dim=1) / placed[0].numel()
     return placed + rest.reshape(-1, *[1] * len(size))
 
 

@@ -13,7 +13,7 @@ from neuralmean.detector.learnt import FitSetup, Learnt
 from neuralmean.detector.observed import Observed
 from neuralmean.errors import InputError
 from neuralmean.scorers import Observation
-from neuralmean.stats.calibration import Calibration, examples_needed
+from neuralmean.stats.calibration import Calibration, as_labels, examples_needed
 
 
 def recalibrate(
@@ -36,6 +36,7 @@ def recalibrate(
     """
     if isinstance(groups, str) and groups not in (PREDICTED, LENGTH):
         raise InputError(f"Expected `groups` to be labels, {PREDICTED!r} or {LENGTH!r}, but got {groups!r}.")
+    groups = groups if groups is None or isinstance(groups, str) else as_labels(groups)
     scores, kind_scores, predictions, lengths = [], [], list[str](), list[int]()
     builder, kinds = setup.empty_profile(), learnt.kinds
     for seen in passes:
@@ -54,7 +55,7 @@ def recalibrate(
     if groups == LENGTH and not lengths:
         raise InputError("Expected tokens with groups by length, but got inputs of another kind.")
     by_name = {PREDICTED: predictions, LENGTH: length_labels(lengths, starts)}
-    labels = None if groups is None else by_name[groups] if isinstance(groups, str) else list(groups)
+    labels = None if groups is None else by_name[groups] if isinstance(groups, str) else groups
     profile = builder.profile()
     return replace(
         learnt,

@@ -16,6 +16,7 @@ from neuralmean.errors import InputError
 from neuralmean.files.artefact import Artefact
 from neuralmean.models.huggingface import Tokenizer
 from neuralmean.models.spec import resolve
+from neuralmean.models.weights import is_on_a_network
 
 COMPILING_S = 60.0
 """Approximate cost of freezing."""
@@ -140,8 +141,7 @@ def _find_weights(path: Path, info: dict[str, object], weights: str | Path | Non
     if not isinstance(remembered, str):
         return None
     beside = path.parent / Path(remembered).name
-    # On Windows, a network path would send the user's password hash to the author of the file.
-    for candidate in (beside,) if remembered.startswith(("\\\\", "//")) else (Path(remembered), beside):
+    for candidate in (beside,) if is_on_a_network(remembered) else (Path(remembered), beside):
         with suppress(OSError, ValueError):  # an impossible path
             if candidate.is_file():
                 return candidate

@@ -133,6 +133,10 @@ def _existing_mode(path: Path) -> int | None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return None
+    except ValueError:
+        raise ArtefactError(
+            f"Expected the path of a file to write, but got {str(path)[:300]!r}. Choose another."
+        ) from None
     except OSError as error:
         raise ArtefactError(_explain(path, error)) from error
     if stat.S_ISDIR(mode):

@@ -80,6 +80,8 @@ def describe_flags(tally: Tally, calibration: Calibration, *, confidence: float 
         return None
     p_values = np.sort(np.repeat(list(tally.p_values), list(tally.p_values.values())))
     most = most_false_flags(p_values, len(calibration.scores), p_values[tally.flagged - 1], confidence)
+    if most >= tally.flagged:
+        return f"too few to exclude that all {tally.flagged} flags are false"
     return f"at most {most} of these {tally.flagged} flags are false, {100 * confidence:g} % sure"
 
 

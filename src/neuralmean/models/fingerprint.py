@@ -50,6 +50,34 @@ _SETTINGS = (
     "stride",
     "upscale_factor",
 )
+# Attributes with names that modules of other packages may use for anything: they count in layers of torch only. With each
+# its usual value, which is left out of the digest.
+_SETTINGS_OF_TORCH: dict[str, Any] = {
+    "alpha": 1.0,
+    "batch_first": False,
+    "beta": 1.0,
+    "bidirectional": False,
+    "divisor_override": None,
+    "downscale_factor": None,
+    "k": None,
+    "lambd": 0.5,
+    "lower": None,
+    "max_norm": None,
+    "max_val": 6.0,
+    "min_val": 0.0,
+    "nonlinearity": None,
+    "norm_type": 2.0,
+    "num_layers": 1,
+    "recompute_scale_factor": None,
+    "return_indices": False,
+    "size": None,
+    "threshold": 20.0,
+    "track_running_stats": True,
+    "unflattened_size": None,
+    "upper": None,
+    "value": None,
+}
+_ALWAYS_COUNTS = object()
 _PLAIN = (bool, int, float, str, type(None))
 _N_PROBES = 8
 
@@ -88,7 +116,8 @@ class WeightsGuard:
     not count: fused optimizers, numpy, `.data`.
 
     It cannot detect such writes on another device or to numbers that are not probed, forward hooks, replaced functions
-    that a module calls, and settings with names of the user's own.
+    that a module calls (such as the activation function of a transformer layer), and settings of modules that are not
+    torch's under names that torch does not use.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,7 +176,7 @@ class WeightsGuard:
     def _remember_code(self, modules: list[nn.Module]) -> None:
         self._modules, self._attributes = modules, [vars(module) for module in modules]
         self._lengths, self._types = list(map(len, self._attributes)), list(map(type, modules))
-        named = [(own, tuple(name for name in _SETTINGS if name in own)) for own in self._attributes]
+        named = [(own, _names_of_settings(module)) for own, module in zip(self._attributes, modules, strict=True)]
         self._getters = [(operator.itemgetter(*names), own) for own, names in named if names]
         self._settings = [get(own) for get, own in self._getters]
         self._codes = _code(self._core)
@@ -201,9 +230,16 @@ def _kind(module: nn.Module) -> str:
     return kind.__name__ if kind.__module__.startswith("torch.nn.") else ""
 
 
+def _names_of_settings(module: nn.Module) -> tuple[str, ...]:
+    names = (*_SETTINGS, *_SETTINGS_OF_TORCH) if _kind(module) else _SETTINGS
+    own = vars(module)
+    return tuple(name for name in names if name in own)
+
+
 def _settings(module: nn.Module) -> dict[str, Any]:
     own = vars(module)
-    return {name: own[name] for name in _SETTINGS if name in own and _is_plain(own[name])}
+    plain = {name: own[name] for name in _names_of_settings(module) if _is_plain(own[name])}
+    return {name: value for name, value in plain.items() if value != _SETTINGS_OF_TORCH.get(name, _ALWAYS_COUNTS)}
 
 
 def _is_plain(value: Any) -> bool:

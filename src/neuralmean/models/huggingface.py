@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from neuralmean.data.preprocessing import import_quietly
 from neuralmean.errors import InputError
+from neuralmean.models.weights import is_on_a_network
 
 MAX_TOKENS = 512  # longer texts are truncated; the model's own limit may be lower
 _MAX_CONFIG = 10_000_000  # bytes
@@ -60,12 +61,21 @@ class Tokenizer:
         return list(self._tokenizer.convert_ids_to_tokens(numbers))
 
 
-def load_folder(folder: str) -> tuple[nn.Module, Tokenizer | None, bool]:
+def load_folder(folder: str, *, trusted: bool = True) -> tuple[nn.Module, Tokenizer | None, bool]:
     """Return the model of a folder, its tokenizer if it takes texts, and whether it has classes.
 
+    Args:
+        folder: The folder.
+        trusted: Whether the user named it, rather than a file.
+
     Raises:
-        InputError: The folder has no model that can be read without running its code.
+        InputError: The folder has no model that can be read without running its code, or a file names another machine.
     """
+    if not trusted and is_on_a_network(folder):
+        raise InputError(
+            f"Expected the file to name a folder of this machine, but it names {folder!r}. If you trust it, pass it as "
+            "--model hf:DIR."
+        )
     place = Path(folder)
     config = _config(place)
     names = config.get("architectures")

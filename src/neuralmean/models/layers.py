@@ -61,8 +61,9 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
 
     Args:
         model: The model, wrapped or not; names are those of the module inside the wrappers.
-        patterns: Dotted names or globs (`"layer3.*.bn2"`). None chooses: batch norms if there are any; else
-            convolutions or layer norms, whichever there are more of; else linear layers.
+        patterns: Dotted names or globs (`"layer3.*.bn2"`); those that begin with `!` leave layers out (`"!aux.*"`). None, or
+            only the latter, chooses: batch norms if there are any; else convolutions or layer norms, whichever there are more
+            of; else linear layers.
 
     Raises:
         LayerNotFoundError: The model has no layer of a name, or a glob matches nothing.
@@ -81,10 +82,34 @@ def select_layers(model: nn.Module, patterns: str | Sequence[str] | None = None)
         raise InputError(
             "Expected `layers` to name at least one layer, but got none. Leave it out for the automatic choice."
         )
+    if not all(isinstance(name, str) for name in names):
+        raise InputError(f"Expected `layers` to be names or globs of layers, but got {names!r}.")
     wanted: set[str] = set()
+    unwanted: set[str] = set()
     for pattern in names:
-        wanted.update(_match(core, readable, pattern))
-    return tuple(layer for layer in readable if layer.name in wanted)
+        (unwanted if pattern.startswith("!") else wanted).update(_match(core, readable, pattern.removeprefix("!")))
+    base = [layer for layer in readable if layer.name in wanted] if wanted else _choose(readable, type(core).__name__)
+    kept = tuple(layer for layer in base if layer.name not in unwanted)
+    if not kept:
+        raise InputError(f"Expected `layers` to leave some of {len(base)} layers to watch, but {names} leave none.")
+    return kept
+
+
+def leave_out(names: Sequence[str], layers: Sequence[Layer]) -> str:
+    """Return how to leave some of the watched layers out, as an argument to `Detector`.
+
+    Example:
+        >>> layers = [Layer(name, "batchnorm", 4) for name in ("bn1", "aux.bn1", "aux.bn2")]
+        >>> leave_out(["aux.bn1", "aux.bn2"], layers), leave_out(["bn1"], layers)
+        ('layers=["!aux.*"]', 'layers=["!bn1"]')
+    """
+    parts = [name.split(".") for name in names]
+    depth = next((i for i, same in enumerate(zip(*parts, strict=False)) if len(set(same)) > 1), 0) if names[1:] else 0
+    shared = ".".join(parts[0][:depth])
+    if shared and all(layer.name in names for layer in layers if layer.name.startswith(f"{shared}.")):
+        return f'layers=["!{shared}.*"]'
+    shown = ", ".join(f'"!{name}"' for name in names[:3])
+    return f"layers=[{shown}{', …' if len(names) > 3 else ''}]"
 
 
 def column_names(layers: Sequence[Layer]) -> list[str]:

@@ -99,11 +99,12 @@ def resolve(
     """
     kind, name = _split(spec)
     if kind == _FOLDER:
-        return _from_folder(name, spec, weights, mean=mean, std=std, size=size)
+        return _from_folder(name, spec, weights, trusted=trusted, mean=mean, std=std, size=size)
     path = None if weights is None else Path(weights)
     with torch.random.fork_rng(devices=[]):
         rules = _TRUSTED if trusted else _LOCAL if local_code else _INSTALLED
-        build = _builder(kind, name, spec, rules)  # the first import may draw random numbers
+        with _without_working_folder() if rules == _INSTALLED else nullcontext():
+            build = _builder(kind, name, spec, rules)  # the first import may draw random numbers
         loaded = None if path is None else read_weights(path)
         torch.manual_seed(0)
         model = build(None)
@@ -134,13 +135,14 @@ def _from_folder(
     spec: str,
     weights: str | Path | None,
     *,
+    trusted: bool,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
     size: tuple[int, int] | None,
 ) -> ResolvedModel:
     if weights is not None:
         raise InputError(f"Expected {spec!r} without weights, as the folder has them. Leave the weights out.")
-    model, tokenizer, has_classes = load_folder(folder)
+    model, tokenizer, has_classes = load_folder(folder, trusted=trusted)
     preprocessing = _preprocessing(None, {}, mean=mean, std=std, size=size, usual_size=None)
     return ResolvedModel(model.eval(), spec, preprocessing, None, tokenizer, has_classes)
 
@@ -239,8 +241,7 @@ def _find_callable(module_name: str, name: str, spec: str, rules: str) -> Any:
             f"Expected the file to name a model of an installed package, but it names {spec!r}. If the file and the code in this "
             "folder are yours, name the model with --model, or pass --trust-local-code."
         )
-    with _without_working_folder() if rules == _INSTALLED else nullcontext():
-        module = _import(module_name, spec, local=rules != _INSTALLED)
+    module = _import(module_name, spec, local=rules != _INSTALLED)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -304,7 +305,7 @@ def _is_installed(module: str) -> bool:
 
 @contextmanager
 def _without_working_folder() -> Generator[None]:
-    """Exclude the working folder from imports in this block, as a file there may have the name of an installed package."""
+    """Exclude the working folder from imports in this block: it may hold what looks like an installed package."""
     before = sys.path[:]
     here = Path.cwd().resolve()
     sys.path[:] = [entry for entry in before if entry and Path(entry).resolve() != here]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from neuralmean.errors import ArtefactError
 
-__all__ = ["Builder", "Weights", "load_weights", "read_weights"]
+__all__ = ["Builder", "Weights", "is_on_a_network", "load_weights", "read_weights"]
 
 Builder = Callable[[int | None], nn.Module]  # number of classes, None for the model's own -> untrained model
 
@@ -30,6 +30,16 @@ class Weights:
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
+
+
+def is_on_a_network(path: str) -> bool:
+    r"""Return whether Windows may read a path as one of another machine, which would get the user's password hash.
+
+    Example:
+        >>> is_on_a_network(r"\\host\share"), is_on_a_network("/tmp/share")
+        (True, False)
+    """
+    return path.replace("\\", "/").startswith(("//", "/??/"))
 
 
 def read_weights(path: str | Path) -> Weights:

@@ -99,6 +99,8 @@ class Monitor:
             isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= LEVELS[-1]
         ):
             raise InputError(f"Expected `every` to be None or a number from 1 to {LEVELS[-1]}, but got {every!r}.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise InputError(f"Expected `seed` to be a whole number of at least 0, but got {seed!r}.")
         self.detector, self.window, self.every, self.follow, self.seed = detector, window, every, follow, seed
         self.false_alarm_rate = float(false_alarm_rate)
         self._lock = threading.RLock()
@@ -163,6 +165,9 @@ class Monitor:
         vectors = self._check_vectors(vectors)
         if decision is None:
             decision = self._decide(vectors)
+        given: object = decision
+        if not isinstance(given, Decision):
+            raise InputError(f"Expected a decision, as `detector.predict` returns it, but got {type(given).__name__}.")
         scores = decision.score.detach().double().cpu().numpy()
         if not np.isfinite(scores).all():
             raise InputError("Expected finite scores, but got NaN or Inf. Leave these inputs out.")
@@ -360,8 +365,10 @@ class Monitor:
     def _check_vectors(self, vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
             return None
-        if vectors.dim() != 2 or vectors.shape[1] != self._width:
-            raise InputError(f"Expected vectors of shape (N, {self._width}), but got {tuple(vectors.shape)}.")
+        given: object = vectors
+        if not isinstance(given, Tensor) or given.dim() != 2 or given.shape[1] != self._width:
+            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise InputError(f"Expected vectors as a tensor of shape (N, {self._width}), but got {got}.")
         if not torch.isfinite(vectors).all():
             raise InputError("Expected finite vectors, but got NaN or Inf. Leave these inputs out.")
         return vectors

@@ -66,9 +66,10 @@ class Alarm:
         )
         if not looks + shows:
             return KIND_SENTENCES[self.kind]
+        look, show = ("looks" if looks == 1 else "look"), ("shows" if shows == 1 else "show")
         return (
-            f"{KIND_SENTENCES[self.kind]} Of {self.n_flagged} flagged, {looks} look unlike the training data and {shows} show "
-            "what belongs to no known class."
+            f"{KIND_SENTENCES[self.kind]} Of {self.n_flagged} flagged, {looks} {look} unlike the training data and {shows} "
+            f"{show} what belongs to no known class."
         )
 
 

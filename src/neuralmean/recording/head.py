@@ -1,4 +1,4 @@
-"""Finds the layer that returns the logits: the linear layer whose output is the model's output."""
+"""Finds the layer that returns the logits: the linear layer, or 1 x 1 convolution, whose output is the model's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from neuralmean.stats.channels import main_tensor
 
 
 def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
-    """Return the name of the linear layer whose output is the model's output, or None if there is none.
+    """Return the name of the layer whose output is the model's output, or None if there is none.
+
+    It is a linear layer, or a convolution of pooled features whose output is flattened to (N, K); a softmax may follow.
 
     Raises:
         ModelInputError: The model cannot take the batch, which the caller calls `name`.
@@ -28,13 +30,18 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
 
     def keep(layer: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, *rest: Any) -> None:
-            if threading.get_ident() == thread and isinstance(rest[-1], Tensor):
-                outputs[layer] = rest[-1]
+            output = rest[-1]
+            if threading.get_ident() != thread or not isinstance(output, Tensor):
+                return
+            if isinstance(module, nn.Linear) or output.shape[2:] == (1, 1):  # not all feature maps, which may be large
+                outputs[layer] = output
 
         return hook
 
     hooks = [
-        Hook(module, keep(layer), False) for layer, module in core.named_modules() if isinstance(module, nn.Linear)
+        Hook(module, keep(layer), False)
+        for layer, module in core.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
     ]
     # Copied, as a model may modify its input.
     moved = batch.to(device_of(core.modules())).each(Tensor.clone)
@@ -47,5 +54,14 @@ def find_head(model: nn.Module, batch: Batch, *, name: str = "x") -> str | None:
         layer
         for layer, output in outputs.items()
         if output.data_ptr() == result.data_ptr() and output.numel() == result.numel() and len(output) == len(batch)
+        if isinstance(core.get_submodule(layer), nn.Linear) or result.dim() == 2
     ]
+    same = same or [layer for layer, output in outputs.items() if _is_softmax(result, output.flatten(1))]
     return same[-1] if same else None
+
+
+def _is_softmax(result: Tensor, logits: Tensor) -> bool:
+    """Return whether a model's output is the softmax of a layer's output, or its logarithm."""
+    if result.shape != logits.shape or result.dim() != 2 or result.shape[1] < 2 or not result.is_floating_point():
+        return False
+    return any(torch.allclose(result, way(dim=1), atol=1e-6) for way in (logits.softmax, logits.log_softmax))

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from neuralmean.data.batch import Batch
 from neuralmean.errors import InputError, LayerNotFiredError
-from neuralmean.models.layers import Layer
+from neuralmean.models.layers import Layer, leave_out
 from neuralmean.recording.exits import ExitTracker
 from neuralmean.recording.hooks import Hook
 from neuralmean.recording.plan import Plan
@@ -224,27 +224,35 @@ class Sink:
 
     def _check(self, depth: int) -> None:
         """Raise unless the first `depth` layers have fired, with as many rows and channels as expected."""
-        silent = [layer.name for layer, value in zip(self.layers[:depth], self.values, strict=False) if value is None]
+        layers = self.layers[:depth]
+        silent = [layer.name for layer, value in zip(layers, self.values, strict=False) if value is None]
         if silent:
-            shown = ", ".join(map(repr, silent[:3])) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
             raise LayerNotFiredError(
-                f"Expected every watched layer to run in the forward pass, but {shown} did not. It may be used in "
-                "training only, bypassed by a fused kernel or inside a compiled submodule; choose others with `layers`."
+                f"Expected every watched layer to run in the forward pass, but {_listed(silent)} did not. It may be used in "
+                "training only, bypassed by a fused kernel or inside a compiled submodule; choose others with `layers`, or leave "
+                f"it out: `{leave_out(silent, layers)}`."
             )
         if self.size is None:
             return
-        for layer, value in zip(self.layers[:depth], self.values, strict=False):
-            rows, channels = cast(Tensor, value).shape
-            if channels != layer.channels:
-                raise InputError(
-                    f"Expected {layer.channels} channels in layer {layer.name!r}, but its activation has {channels}. "
-                    "Its channels are in another dimension than neuralmean expects; leave it out of `layers`."
-                )
-            if rows != self.size:
-                raise InputError(
-                    f"Expected one row for each of the {self.size} inputs in layer {layer.name!r}, but its activation has "
-                    f"{rows}. neuralmean needs the batch as first dimension; leave the layer out of `layers`."
-                )
+        shapes = {layer.name: cast(Tensor, value).shape for layer, value in zip(layers, self.values, strict=False)}
+        others = [layer.name for layer in layers if shapes[layer.name][1] != layer.channels]
+        if others:
+            channels = next(layer.channels for layer in layers if layer.name == others[0])
+            raise InputError(
+                f"Expected {channels} channels in layer {others[0]!r}, but its activation has {shapes[others[0]][1]}. Its "
+                f"channels are in another dimension than neuralmean expects; leave it out: `{leave_out(others, layers)}`."
+            )
+        others = [name for name, shape in shapes.items() if shape[0] != self.size]
+        if others:
+            raise InputError(
+                f"Expected one row for each of the {self.size} inputs in layer {_listed(others)}, but its activation has "
+                f"{shapes[others[0]][0]}. neuralmean needs the batch as first dimension; leave the layer out: "
+                f"`{leave_out(others, layers)}`."
+            )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

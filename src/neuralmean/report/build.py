@@ -257,6 +257,6 @@ def _card(
         "score": picture.score,
         "p_value": picture.p_value,
         "kind": picture.kind,
-        "is_ood": picture.p_value <= detector.calibrated().level,
+        "is_ood": picture.kind != "typical",
         "profile": profile,
     }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neuralmean.data.progress import track
+from neuralmean.detector.decision import Decision
 from neuralmean.detector.detector import Detector
 from neuralmean.detector.observed import Observed
 from neuralmean.errors import InputError
@@ -53,7 +54,7 @@ class SetResult:
     Attributes:
         name: Name of the set.
         scores: Score of each image, shape (N,); higher = more OOD.
-        flagged: Share of images above the threshold, 0 to 1.
+        flagged: Share of flagged images, 0 to 1.
         n_flagged: How many these are.
         most_false: How many of these are in-distribution at the most, 95 % sure; None if rates hold by group.
         parts: Moments of the contributions of each layer and term; None if the scorer has none.
@@ -95,8 +96,9 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
         InputError: `data` holds no readable image.
     """
     detector.check_weights()
-    threshold, calibration = detector.threshold, detector.calibrated()
+    calibration = detector.calibrated()
     scores: list[Tensor] = []
+    flags: list[Tensor] = []
     moments: Moments | None = None
     part_names: list[str] = []
     sample, ends = _Sample(seed), _Ends()
@@ -113,13 +115,14 @@ def gather(detector: Detector, data: Any, *, name: str, limit: int | None = None
                 moments = Moments.of(parts) if moments is None else moments + Moments.of(parts)
             if seen.stats is not None:
                 sample.add(seen.stats, parts)
-            kinds = seen.decision.kind if seen.decision is not None else ["unsure"] * len(found)
-            ends.add(found, calibration.p_value(found), kinds, names, batch.first, parts)
+            decision = seen.decision if seen.decision is not None else Decision(found, calibration)
+            ends.add(found, decision.p_value, decision.kind, names, batch.first, parts)
             scores.append(found.double())
+            flags.append(decision.is_ood.cpu())
     if not scores:
         raise InputError(f"Expected at least one image that can be read in {name!r}, but there is none.")
     joined = torch.cat(scores)
-    is_ood, most = joined > threshold, None
+    is_ood, most = torch.cat(flags), None
     if calibration.group_of is None:
         p_values = calibration.p_value(joined).numpy()
         most = most_false_flags(p_values, len(calibration.scores), calibration.level, _CONFIDENCE)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -50,6 +51,7 @@ def build_app(
         description="Detects inputs that are unlike the training data of a model.",
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,  # FastAPI would write it anew, in 20 ms, for every client, and nobody needs a token for it
         redirect_slashes=False,
         lifespan=service.running,
     )
@@ -124,5 +126,14 @@ def _add_routes(app: FastAPI, service: Service, verdicts: Verdicts, registry: An
     add("/live/revert", watch.revert, state, 403, methods=["POST"], tags=["Monitor"])
     add("/history", watch.history, state, 400, 404, tags=["Monitor"])
     add("/history/pictures/{number}", watch.history_picture, {"image/png": {}}, 400, 404, tags=["Monitor"])
+
+    @cache
+    def description() -> bytes:
+        return json.dumps(app.openapi()).encode()
+
+    async def openapi() -> Response:
+        return Response(description(), media_type="application/json")
+
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     for path, (file, media_type) in PAGES.items():
         app.add_api_route(path, page_handler(file, media_type), methods=["GET", "HEAD"], include_in_schema=False)

@@ -56,7 +56,10 @@ class Freezing:
             for runner in runners:
                 runner.freeze(frozen)
         except Exception as error:  # noqa: BLE001 - the model answers anyway
-            log.info("The model runs without compilation: %s", error)
+            if self._abandoned.is_set():
+                log.info("The compilation was stopped, because the server ends.")
+            else:
+                log.info("The model runs without compilation: %s", error)
         else:
             log.info("The model runs as a compiled graph from now on.")
         finally:

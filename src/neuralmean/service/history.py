@@ -76,8 +76,7 @@ class History:
         self._alarms: list[tuple[str, float, str | None]] = []  # what, when, content
         self.n_dropped = self.n_tidied = 0
         self._connection = _open_to_write(self.path)
-        (last,) = self._connection.execute("SELECT coalesce(max(number), 0) FROM items").fetchone()
-        self.base = int(last)  # item numbers continue those of an earlier run
+        self.base = self._last_number()  # item numbers continue those of an earlier run
         self._tidied = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="neuralmean-history", daemon=True)
@@ -156,13 +155,20 @@ class History:
                 else:
                     connection.execute("UPDATE alarms SET ended = ? WHERE ended IS NULL", (when,))
 
+    def _last_number(self) -> int:
+        """Return the largest number in use: pictures of an alarm may outlive the other rows."""
+        tables = ("items", "pictures", "alarm_pictures")
+        found = [self._connection.execute(f"SELECT max(number) FROM {table}").fetchone()[0] for table in tables]
+        return max(number or 0 for number in found)
+
     def tidy(self) -> None:
         """Delete expired rows, and the oldest rows while the file is too large."""
         with self._connection as connection:
             oldest = time.time() - 86400 * self.days
-            found = connection.execute("SELECT min(first) FROM minutes WHERE start >= ?", (oldest - 60,)).fetchone()
-            if found[0] is not None:
-                connection.execute("DELETE FROM items WHERE number < ?", found)
+            recent = "SELECT coalesce(min(first), ?) FROM minutes WHERE start >= ?"
+            first = connection.execute(recent, (self._last_number() + 1, oldest - 60)).fetchone()
+            for table in ("items", "pictures"):
+                connection.execute(f"DELETE FROM {table} WHERE number < ?", first)
             for table in ("minutes", "hours"):
                 connection.execute(f"DELETE FROM {table} WHERE start < ?", (oldest - 3600,))
             latest = "SELECT id FROM alarms ORDER BY id DESC LIMIT ?"

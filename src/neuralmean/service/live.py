@@ -118,12 +118,12 @@ class Live:
             self._keep_alarm(status, moved)
             flags = self.monitor.window_flags()
             log.warning(
-                "Drift alarm at input %d, by %s, since input %d to %d: the inputs no longer look like the data that the detector "
-                "was calibrated on. %s "
+                "Drift alarm at input %d, by %s, since input %d to %d: %s%s "
                 "Flagged: %s, %s; expected: %.1f %%. Layers that moved: %s.",
                 status.drift_at,
                 TEST_NAMES[status.drift_by or "items"],
                 *(status.alarm.since if status.alarm else (0, 0)),
+                _difference(status),
                 status.alarm.sentence if status.alarm else "",
                 _share(flags[-N_LATEST:]),
                 _share(flags),
@@ -228,6 +228,15 @@ class Live:
         """Return how many items and pictures are held."""
         with self._lock:
             return {"items": len(self._items), "flagged": len(self._flagged)}
+
+
+def _difference(status: MonitorStatus) -> str:
+    """Return what the stream no longer looks like; a frozen camera may show what it always does."""
+    if status.drift_by == "repeats":
+        return ""
+    is_first = status.reference == "held-out data"
+    known = "the data that the detector was calibrated on" if is_first else f"the {status.reference}"
+    return f"the inputs no longer look like {known}. "
 
 
 def _items_of(shared: Pass, number: int, now: float) -> list[Item]:

@@ -14,6 +14,7 @@ import torch
 
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.detector.detector import Detector
+from neuralmean.detector.groups import refuse_labels
 from neuralmean.monitor.monitor import Monitor
 from neuralmean.service.batching import Batcher
 from neuralmean.service.bodies import BodyReader, within
@@ -51,6 +52,7 @@ class Service:
         settings: Settings,
         monitor: Monitor | None,
     ) -> None:
+        refuse_labels(detector.learnt.grouped_by, "the service")
         self.detector = detector
         self.preprocessing = preprocessing
         self.name = name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -76,7 +76,7 @@ class Calibration:
         needed = check_enough(len(scores), false_alarm_rate, confidence)
         scores, most = scores.detach().cpu(), max(MAX_SCORES, needed)
         if groups is not None:
-            return cls._of_groups(scores, [str(label) for label in groups], float(false_alarm_rate), confidence, most)
+            return cls._of_groups(scores, as_labels(groups), float(false_alarm_rate), confidence, most)
         if len(scores) > most:
             scores = scores[torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))[:most]]
         return cls(scores.sort().values, float(false_alarm_rate), confidence)
@@ -152,12 +152,13 @@ class Calibration:
             raise InputError(
                 "Expected `groups`, a label for each input, as the detector was calibrated by group. Pass them."
             )
-        if len(groups) != count:
-            raise InputError(f"Expected a group for each of {count} inputs, but got {len(groups)}.")
+        labels = as_labels(groups)
+        if len(labels) != count:
+            raise InputError(f"Expected a group for each of {count} inputs, but got {len(labels)}.")
         rows: dict[str | None, list[int]] = {}
-        for row, label in enumerate(groups):
-            rows.setdefault(str(label) if str(label) in self.groups else None, []).append(row)
-        if unknown := {str(groups[row]) for row in rows.get(None, ())} - set(self.group_names):
+        for row, label in enumerate(labels):
+            rows.setdefault(label if label in self.groups else None, []).append(row)
+        if unknown := {labels[row] for row in rows.get(None, ())} - set(self.group_names):
             known = "the pooled groups" if len(self.pool.scores) < len(self.scores) else "all held-out examples"
             warnings.warn(
                 f"{len(unknown)} of the groups had no held-out examples: {_some(sorted(unknown))}. Their inputs are compared "
@@ -202,6 +203,18 @@ class Calibration:
         return torch.arange(count + 1, 0, -1, dtype=torch.float64) / (count + 1)
 
 
+def as_labels(groups: Iterable[object]) -> list[str]:
+    """Return the labels of groups as texts, from a list, an array, a tensor or a column of a frame.
+
+    Example:
+        >>> as_labels([1, "door"]), as_labels(torch.tensor([1, 2]))
+        (['1', 'door'], ['1', '2'])
+    """
+    if isinstance(groups, str) or not isinstance(groups, Iterable):
+        raise InputError(f"Expected `groups` to be a label for each input, but got {groups!r}.")
+    return [str(label) for label in (groups.tolist() if hasattr(groups, "tolist") else groups)]
+
+
 @lru_cache
 def examples_needed(false_alarm_rate: float, confidence: float | None = None) -> int:
     """Return the smallest number of held-out examples that a false-alarm rate needs.
@@ -212,8 +225,9 @@ def examples_needed(false_alarm_rate: float, confidence: float | None = None) ->
     """
     if confidence is None:
         return math.ceil(1 / _exact(false_alarm_rate)) - 1
+    # The smallest n for which one of n scores is above the rate's quantile with the confidence: (1 - r)^n <= 1 - c.
     needed = max(1, math.floor(math.log1p(-confidence) / math.log1p(-false_alarm_rate)) - 1)
-    while not _largest_rank(needed, false_alarm_rate, confidence):
+    while math.exp(needed * math.log1p(-false_alarm_rate)) > _largest_tail(confidence):
         needed += 1
     return needed
 
@@ -290,8 +304,12 @@ def _largest_rank(count: int, rate: float, confidence: float) -> int:
     log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
     logs = log_factorials[count] - log_factorials[ks] - log_factorials[count - ks]
     below = np.cumsum(np.exp(logs + ks * math.log(rate) + (count - ks) * math.log1p(-rate)))  # P(successes <= k)
-    # The margin is for rounding, as `below` sums up to 10,000 numbers.
-    return int(np.searchsorted(below, (1 - confidence) * (1 + 1e-12), side="right"))
+    return int(np.searchsorted(below, _largest_tail(confidence), side="right"))
+
+
+def _largest_tail(confidence: float) -> float:
+    """Return the largest probability to fail, with a margin for rounding: it is compared with sums of up to 10,000 numbers."""
+    return (1 - confidence) * (1 + 1e-12)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ class LinearHead:
 
 
 def read_head(trained: TrainedModel) -> LinearHead:
-    """Return the linear layer whose output is the model's output.
+    """Return the linear layer, or 1 x 1 convolution, whose output is the model's output.
 
     Raises:
         InputError: The model does not end in a linear layer.
@@ -48,11 +48,12 @@ def read_head(trained: TrainedModel) -> LinearHead:
         trained.model, Batch((trained.preprocess(np.zeros((1, trained.size, trained.size, 3), np.uint8)),))
     )
     head = None if name is None else unwrap(trained.model).get_submodule(name)
-    if not isinstance(head, nn.Linear):
+    is_like_linear = isinstance(head, nn.Conv2d) and head.groups == 1 and head.kernel_size == (1, 1)
+    if not isinstance(head, (nn.Linear, nn.Conv2d)) or not (isinstance(head, nn.Linear) or is_like_linear):
         raise InputError(
             f"Expected {trained.name!r} to end in a linear layer, but it does not. "
             "Use a method that needs no head, such as 'knn'."
         )
-    weight = head.weight.detach().cpu().double().clone()
+    weight = head.weight.detach().flatten(1).cpu().double().clone()
     bias = torch.zeros(len(weight)) if head.bias is None else head.bias.detach().cpu()
     return LinearHead(weight, bias.double().clone())

@@ -124,7 +124,7 @@ function drawStream() {
     const y = (value) => height - (height * (value - low + margin)) / (high - low + 2 * margin);
     add("line", { class: "rule", x1: 0, x2: width, y1: y(setup.threshold), y2: y(setup.threshold) });
     latest.forEach((item, i) => {
-      const x = width - 8 - ((latest.length - 1 - i) * (width - 16)) / 199, top = y(item.score);
+      const x = width - 8 - ((latest.length - 1 - i) * (width - 80)) / 199, top = y(item.score); // the label has the left
       // Flagged ones are triangles: not everyone can tell the colours apart.
       if (item.is_ood) add("path", { class: "dot bad", d: `M${x} ${top - 5}l5 9h-10z` });
       else add("circle", { class: "dot", cx: x, cy: top, r: 2.6 });
@@ -239,7 +239,6 @@ async function poll() {
     if (!setup) {
       setup = await askJson("/live/setup");
       byId("name").textContent = setup.name;
-      if (!setup.history) document.querySelector(".column").append(byId("flagged-part")); // in its place, so that no column is empty
       if (!setup.images) { byId("drop").hidden = true; problem("This detector has no preprocessing for images; send tensors to /v2/models."); }
     }
     const live = await askJson(`/live?since=${last}`);
