@@ -7,7 +7,7 @@ activations; they take one forward pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,14 +51,14 @@ def _locate_batch(detector: Detector, batch: Batch, by_layer: bool) -> Tensor:
     strange = _run(detector, batch)
     size = _input_size(batch, detector.watched, strange.layers)
     blur = BLUR if len(size) == 2 else 0.0
-    maps = _layer_maps(strange, batch.mask)
-    if by_layer:
-        return torch.stack([_onto_input(maps[index], size, blur) for index in range(len(maps))], dim=1)
-    # Layers with the same positions are added up first: most of the work is in enlarging them.
-    sums: dict[torch.Size, Tensor] = {}
-    for own in maps.values():
-        sums[own.shape] = sums[own.shape] + own if own.shape in sums else own
-    return functools.reduce(torch.add, (_onto_input(own, size, blur) for own in sums.values()))
+    if not by_layer:  # layers with the same positions are added up first: most of the work is in enlarging them
+        placed = [_onto_input(own.sum(dim=0), size, blur) for _, own in _split_alike(strange, batch.mask)]
+        return functools.reduce(torch.add, placed)
+    maps = torch.zeros(*strange.shares.shape, *size, dtype=torch.float64)
+    for indices, split in _split_alike(strange, batch.mask):
+        for index, own in zip(indices, split, strict=True):
+            maps[:, index] += _onto_input(own, size, blur)
+    return maps
 
 
 def _run(detector: Detector, batch: Batch) -> _Strange:
@@ -85,34 +85,27 @@ def _run(detector: Detector, batch: Batch) -> _Strange:
     return _Strange(found.kept, place, shares)
 
 
-def _layer_maps(strange: _Strange, mask: Tensor | None) -> dict[int, Tensor]:
-    """Return the contribution of each position of each layer, by the layer's index, (N, *positions)."""
+def _split_alike(strange: _Strange, mask: Tensor | None) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield the contribution of each position, (M, N, *positions), of M layers with the same positions, and their indices.
+
+    A layer that ran several times is among them once for each call.
+    """
     calls: dict[torch.Size, list[tuple[int, Tensor]]] = {}
     for index, kept in enumerate(strange.layers):
         for own in kept:
             calls.setdefault(own.shape, []).append((index, own))
-    parts: dict[int, list[Tensor]] = {index: [] for index in range(len(strange.layers))}
-    # Layers with the same positions are split together.
+    shares = strange.shares / torch.tensor([len(kept) for kept in strange.layers])
     for shape, members in calls.items():
-        count = len(members)
-        shares = torch.cat([strange.shares[:, index] / len(strange.layers[index]) for index, _ in members])
-        found = _mask_for(mask, tuple(shape), torch.device("cpu"))
-        found = None if found is None else found.repeat(count, 1)
-        place = None
-        if strange.place is not None and len(shape) == 3:
-            place = enlarge(strange.place, shape[1:]).repeat(count, 1, 1)
-        split = split_over_positions(torch.cat([own for _, own in members]), shares, found, place)
-        for (index, _), own in zip(members, split.chunk(count), strict=True):
-            parts[index].append(own)
-    # A layer that ran several times uses the positions of the call with most of them: the finest level of a pyramid.
-    return {index: _add_up(found) for index, found in parts.items()}
-
-
-def _add_up(parts: list[Tensor]) -> Tensor:
-    """Return the sum of maps, in the positions of the finest one."""
-    finest = max(parts, key=lambda own: own[0].numel())
-    shape = finest.shape[1:]
-    return functools.reduce(torch.add, (own if own.shape[1:] == shape else _onto_input(own, shape) for own in parts))
+        indices, count = [index for index, _ in members], len(members)
+        found = _mask_for(mask, tuple(shape), shares.device)
+        place = strange.place if len(shape) == 3 else None
+        split = split_over_positions(
+            torch.cat([own for _, own in members]),
+            shares[:, indices].T.flatten(),
+            None if found is None else found.repeat(count, 1),
+            None if place is None else enlarge(place, shape[1:]).repeat(count, 1, 1),
+        )
+        yield indices, split.reshape(count, *shape)
 
 
 def _centre(detector: Detector) -> Tensor:
