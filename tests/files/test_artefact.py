@@ -278,3 +278,9 @@ def test_what_is_exactly_as_large_as_allowed_is_written_and_read(tmp_path, monke
                 use()
         else:
             use()
+
+
+def test_only_the_header_is_searched_for_parts(tmp_path):
+    brackets = torch.full((30_000,), 0x5B5B5B5B, dtype=torch.int32)  # "[[[[" each
+    Artefact({}, {"a": brackets}).write(tmp_path / "x.nmd")
+    assert torch.equal(Artefact.read(tmp_path / "x.nmd").tensors["a"], brackets)
