@@ -84,6 +84,7 @@ dist: $(READY)
 	$(BIN)/python scripts/try_wheel.py dist $(PYTHONS)
 
 # Torch's lower bound is tested as far as it can be installed: set TORCH to another version.
+# The oldest typer imports from click what the newest click deprecates.
 OLDEST ?= .venv-oldest
 TORCH ?= 2.6.0
 oldest:
@@ -91,7 +92,7 @@ oldest:
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
 	$(OLDEST)/bin/python scripts/oldest.py > $(OLDEST)/oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/oldest.txt torch==$(TORCH) '.[report,serve]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' httpx
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto tests/stats tests/scorers tests/detector tests/recording/test_recorder.py tests/cli tests/report tests/data
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto -W "ignore:'click.utils:DeprecationWarning" tests/stats tests/scorers tests/detector tests/recording/test_recorder.py tests/cli tests/report tests/data
 
 real: $(READY)
 	$(BIN)/python -m pytest -m real -s tests

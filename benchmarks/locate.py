@@ -1,9 +1,9 @@
 """Where: how often the largest value of a map lies in a patch that does not belong, its cost, and whether the parts add up.
 
 `python -m benchmarks.locate` pastes digits (SVHN), textures and noise over a sixteenth to a quarter of in-distribution images and
-compares `Detector.locate` with Grad-CAM and occlusion: ResNet-56 on CIFAR-10, or with `--photos FOLDER` (of `train` and `val`)
-EfficientNet-Lite0. `--textures FOLDER` has pictures of textures; the table was made with brick, grass and gravel of scikit-image
-0.19. NEURALMEAN_DATA and NEURALMEAN_WEIGHTS name the folders of images and weights.
+compares `Detector.locate` with Grad-CAM, occlusion and the centre of the image: ResNet-56 on CIFAR-10, or with `--photos FOLDER`
+(of `train` and `val`) EfficientNet-Lite0. `--textures FOLDER` has pictures of textures; the table was made with brick, grass and
+gravel of scikit-image 0.19. NEURALMEAN_DATA and NEURALMEAN_WEIGHTS name the folders of images and weights.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ def hits(maps: Tensor, corners: Tensor, side: int) -> float:
     return ((places >= corners) & (places < corners + side)).all(dim=1).double().mean().item()
 
 
+def centre(x: Tensor) -> Tensor:
+    """Return maps that point at the centre of every image: large patches often cover it."""
+    maps = torch.zeros(len(x), *x.shape[2:])
+    maps[:, x.shape[2] // 2, x.shape[3] // 2] = 1.0
+    return maps
+
+
 def grad_cam(model: nn.Module, layer: str) -> Method:
     """Return Grad-CAM (Selvaraju et al., 2017) of the predicted class, negated: the places that the class does not rest on."""
 
@@ -122,6 +129,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--fit", type=int, default=2000)
     parser.add_argument("--cost-only", action="store_true")
+    parser.add_argument("--locate-only", action="store_true", help="Leave out Grad-CAM and occlusion, which take long.")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.photos is None:
@@ -144,11 +152,10 @@ def main() -> None:
     if args.cost_only:
         return
     window = images.shape[1] // 4
-    methods: dict[str, Method] = {
-        "locate": detector.locate,
-        "grad-cam": grad_cam(trained.model, detector.layers[-1]),
-        "occlusion": occlusion(detector, window, window // 2),
-    }
+    methods: dict[str, Method] = {"locate": detector.locate, "centre": centre}
+    if not args.locate_only:
+        methods["grad-cam"] = grad_cam(trained.model, detector.layers[-1])
+        methods["occlusion"] = occlusion(detector, window, window // 2)
     print("| patch | side | chance | " + " | ".join(methods) + " |")
     print("|---|---|---|" + "---|" * len(methods))
     means: dict[str, list[float]] = {name: [] for name in methods}

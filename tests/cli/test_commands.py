@@ -271,7 +271,7 @@ class TestExplain:
         code, out, _ = nmd("explain", "m.nmd", "new/odd/0000.png")
         assert code == 0
         assert "bn1" in out
-        assert "doubt" in out
+        assert "doubt: how undecided the classifier is" in out
         assert "add up to the score" in out
         assert "█ raises the score, ░ lowers it" in out
 

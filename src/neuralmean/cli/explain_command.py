@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from neuralmean.detector.saved import SavedDetector
 
 _BAR = 40
+_TERMS = {
+    "reach": "large activations that lead to no confident prediction",
+    "doubt": "how undecided the classifier is",
+    "learnt": "likeness to the out-of-distribution examples of the fit",
+}
 
 
 @app.command(epilog="Example: `nmd explain model.nmd photo.png`, or `nmd explain model.nmd photos.npz#12`.")
@@ -104,6 +109,8 @@ def explain(
         bar = ("█" if value > 0 else "░") * min(round(abs(value) / largest * _BAR), _BAR)
         typer.echo(f"{name:<{width}}  {value:>9.4f}  {bar if name != 'constant' else ''}".rstrip())
     typer.echo("channels: " + ", ".join(f"{name} {value:.3g}" for name, value in found.top_channels(n=top)))
+    for name in filter(_TERMS.get, terms):
+        typer.echo(f"{name}: {_TERMS[name]}")
     typer.echo("layers and terms add up to the score" if found.exact else "to first order: gradient times vector")
     typer.echo("█ raises the score, ░ lowers it")
 

@@ -23,7 +23,6 @@ class Activations(NamedTuple):
 
     recording: Recording
     kept: list[list[Tensor]]  # by watched layer, in order, one for each call
-    mask: Tensor | None  # (N, T), the tokens that count
 
 
 class ActivationSink(Sink):

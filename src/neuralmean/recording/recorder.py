@@ -95,7 +95,7 @@ class Recorder:
         sink = ActivationSink(self._plan, batch, variance=self.variance, head=self.head, keep=keep)
         with translate_input_errors(self._core, batch, name):
             recording = self._run(batch, modules, None, sink)
-        return Activations(recording, sink.kept, batch.mask)
+        return Activations(recording, sink.kept)
 
     def _run(self, batch: Batch, modules: Modules, exits: Exits | None, sink: Sink | None = None) -> Recording:
         # A DataParallel model runs on one device here: its replicas run in other threads, where the hooks would not see them.
