@@ -247,3 +247,40 @@ def test_each_kind_of_part_counts(tmp_path, monkeypatch, part):
     monkeypatch.setattr("neuralmean.files.artefact.MAX_PARTS", 30)
     with pytest.raises(ArtefactError, match="it is not one, or it is truncated"):
         Artefact.read(tmp_path / "x.nmd")
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"), [([3], bytes(8)), ([2], bytes(9)), ([2], bytes(7))], ids=["another_shape", "longer", "shorter"]
+)
+def test_tensors_fill_the_file_exactly(tmp_path, shape, data):
+    entry = b',"a":{"dtype":"F32","shape":%s,"data_offsets":[0,8]}}' % json.dumps(shape).encode()
+    (tmp_path / "x.nmd").write_bytes(_file(b"{" + _OURS % 1 + entry, data))
+    with pytest.raises(ArtefactError, match="to hold tensors, but they cannot be read"):
+        Artefact.read(tmp_path / "x.nmd")
+
+
+@pytest.mark.parametrize("less", [0, 1])
+@pytest.mark.parametrize("bound", ["MAX_BYTES", "MAX_HEADER_BYTES", "MAX_PARTS"])
+def test_what_is_exactly_as_large_as_allowed_is_written_and_read(tmp_path, monkeypatch, bound, less):
+    path = tmp_path / "x.nmd"
+    Artefact({"a": [1, {"b": 2}]}, {"c": torch.zeros(20)}).write(path)
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    parts = sum(content[8 : 8 + length].count(mark) for mark in (b"[", b"{", b":"))
+    allowed = {"MAX_BYTES": len(content), "MAX_HEADER_BYTES": length, "MAX_PARTS": parts}[bound] - less
+    monkeypatch.setattr(f"neuralmean.files.artefact.{bound}", allowed)
+    for use in (
+        lambda: Artefact.read(path),
+        lambda: Artefact({"a": [1, {"b": 2}]}, {"c": torch.zeros(20)}).write(path),
+    ):
+        if less:
+            with pytest.raises((ArtefactError, InputError), match="Expected "):
+                use()
+        else:
+            use()
+
+
+def test_only_the_header_is_searched_for_parts(tmp_path):
+    brackets = torch.full((30_000,), 0x5B5B5B5B, dtype=torch.int32)  # "[[[[" each
+    Artefact({}, {"a": brackets}).write(tmp_path / "x.nmd")
+    assert torch.equal(Artefact.read(tmp_path / "x.nmd").tensors["a"], brackets)
