@@ -10,7 +10,7 @@ from torch import nn
 
 from neuralmean.data.preprocessing import Preprocessing
 from neuralmean.errors import ArtefactError, InputError, MissingExtraError
-from neuralmean.models.spec import resolve
+from neuralmean.models.spec import ResolvedModel, is_untrained, resolve
 from neuralmean.models.weights import load_weights, read_weights
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -507,3 +507,13 @@ def test_the_trained_resnet56_is_built_from_its_name_and_file(weights_root):
     found = resolve("bench:resnet56", weights=weights_root / "resnet56-cifar10.safetensors")
     assert found.preprocessing == Preprocessing((32, 32), **IMAGENET)
     assert found.model.linear.out_features == 10
+
+
+def test_a_model_with_its_own_weights_is_trained_whatever_its_counts_of_batches():
+    def resolved(statistics):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        model[1].running_mean += statistics  # and no batch was counted, as in many files of weights
+        return ResolvedModel(model, "mine:build", None, None)
+
+    assert is_untrained(resolved(0.0))
+    assert not is_untrained(resolved(0.5))

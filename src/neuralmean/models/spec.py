@@ -31,6 +31,7 @@ from torch import nn
 from neuralmean.data.preprocessing import Preprocessing, import_quietly
 from neuralmean.errors import ArtefactError, InputError
 from neuralmean.models.huggingface import Tokenizer, load_folder
+from neuralmean.models.layers import has_running_mean
 from neuralmean.models.sources import find_source
 from neuralmean.models.weights import Builder, load_weights, read_weights
 
@@ -148,7 +149,7 @@ def _from_folder(
 
 
 def is_untrained(resolved: ResolvedModel) -> bool:
-    """Return whether the model certainly has random weights: none were given, or its batch norms have never been updated."""
+    """Return whether the model certainly has random weights: none were given, or its batch norms are as they were made."""
     if resolved.weights_path is not None:
         return False
     kind, _ = _split(resolved.spec)
@@ -156,8 +157,9 @@ def is_untrained(resolved: ResolvedModel) -> bool:
         return False
     if kind in PREFIXES or find_source(kind) is not None:
         return True
-    norms = [m for m in resolved.model.modules() if getattr(m, "num_batches_tracked", None) is not None]
-    return bool(norms) and all(int(norm.num_batches_tracked) == 0 for norm in norms)  # type: ignore[arg-type]
+    # Not by their counts of batches, which files of weights often lack.
+    norms: list[Any] = [module for module in resolved.model.modules() if has_running_mean(module)]
+    return bool(norms) and all(bool((one.running_mean == 0).all() and (one.running_var == 1).all()) for one in norms)
 
 
 def _split(spec: str) -> tuple[str, str]:
