@@ -127,7 +127,8 @@ def _told(path: Path) -> Generator[None]:
     except OSError as error:
         why = "the disk is full" if error.errno in DISK_FULL else f"the system reported: {error.strerror or error}"
         raise ArtefactError(
-            f"Expected to write {str(path)!r}, but {why}. Finished parts are kept: run it again to continue."
+            f"Expected to write {str(path)!r}, but {why}. Finished parts are kept: run it again to continue (`nmd score` with "
+            "`--resume`)."
         ) from error
 
 
