@@ -10,7 +10,7 @@ from torch import nn
 from neuralmean import Detector
 from neuralmean.service import workers
 from neuralmean.service.passes import run_pass
-from neuralmean.service.workers import Runner, Threads, make_runners, on_own_thread, twin
+from neuralmean.service.workers import Runner, Threads, freeze_runners, make_runners, on_own_thread, twin
 from tests.conftest import make_trained
 
 ONE = Threads(1, 1)
@@ -134,3 +134,21 @@ def test_what_starts_on_a_thread_of_its_own_leaves_no_thread_behind():
     assert set(threading.enumerate()) == before
     with pytest.raises(ValueError, match="no model"):
         on_own_thread(lambda: (_ for _ in ()).throw(ValueError("no model")))
+
+
+def test_compiled_graphs_run_one_at_a_time_with_all_threads(model, images, monkeypatch):
+    """torch holds Python's lock while a compiled graph runs, so two passes at a time would each have half of the cores."""
+    detector = Detector(model, scorer="average").calibrate(images)
+    runners = make_runners(detector, None, 2)
+    seen = []
+    monkeypatch.setattr(Detector, "freeze", lambda self, x=None, *, like=None: self)
+    monkeypatch.setattr(
+        "neuralmean.service.workers.run_pass",
+        lambda *_: seen.append((threading.current_thread().name, torch.get_num_threads())),
+    )
+    freeze_runners(runners, detector)
+    for runner in runners:
+        runner(images[:4], alone=False)
+    assert len(set(seen)) == 1
+    assert seen[0][1] == 2
+    assert seen[0][0].startswith("neuralmean-graph")

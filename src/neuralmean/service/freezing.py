@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuralmean.detector.detector import Detector
 from neuralmean.recording.graph.compiled import abandoned
-from neuralmean.service.workers import Runner, twin
+from neuralmean.service.workers import Runner, freeze_runners, twin
 
 log = logging.getLogger("neuralmean.service")
 
@@ -53,8 +53,7 @@ class Freezing:
         abandoned.set(self._abandoned)
         try:
             frozen = twin(detector).freeze(example)  # a separate detector, so that checks do not disturb the served one
-            for runner in runners:
-                runner.freeze(frozen)
+            freeze_runners(runners, frozen)
         except Exception as error:  # noqa: BLE001 - the model answers anyway
             if self._abandoned.is_set():
                 log.info("The compilation was stopped, because the server ends.")

@@ -1,15 +1,15 @@
 """Distributes passes over the cores: how many run at a time, with how many threads, and on which copy of the model.
 
 Several single-threaded passes are faster than one pass of many threads: nothing waits at a barrier, which is most expensive if
-other programs use the cores. A pass that runs alone gets all threads, if that makes it faster. A model that is a fixed graph
-runs as one, without Python between the layers. No batching and no HTTP here.
+other programs use the cores. A pass that runs alone gets all threads, if that makes it faster. A compiled graph runs one pass
+at a time, with all threads, as torch holds Python's lock during it. No batching and no HTTP here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -57,17 +57,37 @@ class Runner:
         self._detector = detector
         self._threads = threads
         self._channels_last = prefers_channels_last(detector.model)
+        self._lane: ThreadPoolExecutor | None = None  # the thread that runs the passes; None for the caller's own
 
-    def freeze(self, like: Detector) -> None:
-        """Run later passes on the graphs of a frozen detector of the same weights."""
+    @property
+    def threads(self) -> Threads:
+        """Number of threads of a pass."""
+        return self._threads
+
+    def freeze(self, like: Detector, lane: ThreadPoolExecutor, threads: Threads) -> None:
+        """Run later passes on the graphs of a frozen detector of the same weights, on the thread of `lane`."""
         self._detector.freeze(like=like)
+        self._threads, self._lane = threads, lane
 
     def __call__(self, inputs: Tensor, explain: Tensor | None = None, *, alone: bool) -> Pass:
         """Run a batch; `explain` holds the rows to explain, `alone` says that nothing else runs or waits."""
+        if self._lane is not None:
+            return self._lane.submit(self._run, inputs, explain, alone).result()
+        return self._run(inputs, explain, alone)
+
+    def _run(self, inputs: Tensor, explain: Tensor | None, alone: bool) -> Pass:
         _use_threads(self._threads.alone if alone else self._threads.together)
         if self._channels_last and inputs.dim() == 4 and len(inputs) >= CHANNELS_LAST_FROM:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return run_pass(self._detector, inputs, explain)
+
+
+def freeze_runners(runners: Sequence[Runner], frozen: Detector) -> None:
+    """Let all workers run the graphs of a frozen detector, on one thread of their own that they share."""
+    lane = ThreadPoolExecutor(1, thread_name_prefix="neuralmean-graph")
+    threads = Threads(runners[0].threads.alone, sum(runner.threads.together for runner in runners))
+    for runner in runners:
+        runner.freeze(frozen, lane, threads)
 
 
 def make_runners(detector: Detector, example: Tensor | None, n_threads: int) -> list[Runner]:
