@@ -7,7 +7,7 @@ output, decision = detector(x)
 decision.is_ood, decision.p_value
 """
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 from neuralmean.data.augmentation import permute_blocks
 from neuralmean.detector.decision import Decision, Explanation
