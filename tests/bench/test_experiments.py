@@ -440,7 +440,7 @@ class TestErrors:
     def test_a_damaged_weights_file_is_left_out_with_a_message(self, folders, tmp_path):
         write_weights(tmp_path)
         (tmp_path / "broken.safetensors").write_bytes(b"no")
-        with pytest.warns(NeuralMeanWarning, match=r"broken.safetensors cannot be read and is left out"):
+        with pytest.warns(NeuralMeanWarning, match=r"broken.safetensors cannot be read and is skipped"):
             inputs = Inputs(folders / "data", tmp_path)
         assert list(inputs.weights) == [("resnet20", "cifar10")]
 

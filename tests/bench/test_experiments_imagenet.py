@@ -95,7 +95,7 @@ def test_rows_are_made_again_only_when_asked(folders, monkeypatch):
 
 def test_without_photos_the_experiment_says_so(folders):
     (folders / "empty").mkdir()
-    with pytest.raises(InputError, match=r"experiment 'imagenet', but these are missing: a model that it is about"):
+    with pytest.raises(InputError, match=r"experiment 'imagenet', but these are missing: one of its models"):
         experiments.run(["imagenet"], data=folders / "empty", weights=folders / "weights", out=folders / "r.json")
 
 

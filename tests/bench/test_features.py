@@ -276,7 +276,7 @@ def test_a_full_disk_is_one_clear_error_and_what_is_done_stays(tmp_path, monkeyp
         write_index(self)
 
     monkeypatch.setattr(features._Entry, "_write_index", fail_on_the_second)
-    with pytest.raises(ArtefactError, match=r"the disk is full. Choose another cache folder; parts that are done stay"):
+    with pytest.raises(ArtefactError, match=r"the disk is full. Choose another cache folder; finished parts stay"):
         Store(tmp_path).read(trained, images)
     trained.model.seen = 0
     Store(tmp_path).read(trained, images)

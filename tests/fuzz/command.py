@@ -108,7 +108,7 @@ def tame(patch: pytest.MonkeyPatch) -> None:
     from neuralmean.bench import train
     from neuralmean.cli import demo
     from neuralmean.integrations import mcp
-    from neuralmean.service import launch
+    from neuralmean.service import freezing, launch
 
     def refuse(*_, **__):
         raise InputError("Expected this to be tried, but it is a test.")
@@ -122,6 +122,7 @@ def tame(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(socket.socket, "connect", offline)
     patch.setattr(launch, "run_server", lambda app, **_: None)
+    patch.setattr(freezing, "leave", sys.exit)  # it would end the process of the tests
     patch.setattr(demo, "run", refuse)
     patch.setattr(mcp, "create_server", refuse)
     patch.setattr(train, "train", refuse)
