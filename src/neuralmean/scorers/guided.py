@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from neuralmean.errors import InputError
-from neuralmean.scorers.base import JSON, CrossFittedScorer, Observation, VectorScorer
+from neuralmean.scorers.base import CrossFittedScorer, Observation, VectorScorer
 from neuralmean.scorers.folds import folds
 from neuralmean.scorers.logistic import LogisticScorer
 from neuralmean.scorers.mlp import MlpScorer
@@ -141,10 +141,6 @@ class GuidedScorer(CrossFittedScorer):
             start = f"{prefix}."
             part.load_state({name[len(start) :]: value for name, value in state.items() if name.startswith(start)})
         return self
-
-    def get_options(self) -> dict[str, JSON]:
-        """Return the constructor's arguments, as JSON values."""
-        return {"learner": self.learner, "tokens": self.tokens, "seed": self.seed}
 
     def _parts(self) -> tuple[tuple[str, VectorScorer], ...]:
         return (("typicality", self.typicality), ("learned", self.learned))
